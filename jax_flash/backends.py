@@ -1,0 +1,208 @@
+"""Which implementation runs a call, and why the others do not.
+
+An implementation is a module, loaded by name at first use, with
+
+- ``FUSED``: True if it has ``forward`` and ``backward`` kernels that :mod:`jax_flash.vjp` joins,
+  False if its ``forward`` is differentiable JAX;
+- ``supports(spec, device) -> str | None``: None if it computes the call under the contract, else
+  the reason why not. A pure question;
+- ``declines(spec, device) -> str | None``, optional: a reason to leave a call that it could run to
+  a later implementation of the table when the choice is automatic;
+- ``forward(spec, operands) -> (out, lse)``;
+- ``backward(spec, residuals, do, dlse) -> Operands`` if FUSED (see :mod:`jax_flash.vjp`).
+
+This is the only file that names implementations. Kernel packages are loaded by string, so a CPU
+installation imports none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Protocol, cast
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from jax_flash.spec import AttentionSpec, Device, Operands
+
+Array = jax.Array
+
+# Tried from top to bottom: the fastest first, the one that does everything last.
+_TABLE = {
+    "mosaic": "pallas_kernels.backend",
+    "cuda": "cuda_ffi.backend",
+    "cudnn": "jax_flash.cudnn",
+    "chunked": "jax_flash.chunked",
+    "xla": "jax_flash.reference",
+}
+_PLAIN_XLA = ("chunked", "xla")
+
+NAMES = tuple(_TABLE)
+
+
+class UnsupportedError(NotImplementedError):
+    """A valid call that the implementations named by the caller cannot compute."""
+
+
+class Backend(Protocol):
+    """What a module of the table offers; see this module's docstring."""
+
+    FUSED: bool
+
+    def supports(self, spec: AttentionSpec, device: Device) -> str | None: ...  # noqa: D102
+    def forward(  # noqa: D102
+        self, spec: AttentionSpec, operands: Operands
+    ) -> tuple[Array, Array]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The outcome of one choice.
+
+    Attributes:
+        spec: the call.
+        device: the device it was chosen for.
+        chosen: the name of the implementation, or None if none can run the call.
+        reasons: for each implementation that was asked and not chosen, why.
+    """
+
+    spec: AttentionSpec
+    device: Device
+    chosen: str | None
+    reasons: dict[str, str]
+
+
+@functools.cache
+def load(name: str) -> Backend | str:
+    """The implementation, or the reason why this installation does not have it."""
+    module = _TABLE[name]
+    try:
+        return cast(Backend, importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):
+            return f"not built: this installation has no module {module}"
+        return f"not built: {module} needs the module {error.name}, which is not installed"
+    except ImportError as error:
+        return f"not built: {module} cannot be imported ({error})"
+
+
+def default_device() -> Device:
+    """The facts about the device on which a traced call will run."""
+    default = jax.config.jax_default_device
+    if isinstance(default, str):
+        return device_facts(jax.devices(default)[0])
+    return device_facts(default if default is not None else jax.devices()[0])
+
+
+def device_facts(device: jax.Device) -> Device:
+    """Reads what :class:`Device` holds."""
+    capability = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+    return Device(device.platform, capability, device.device_kind)
+
+
+def reason_against(name: str, spec: AttentionSpec, device: Device) -> str | None:
+    """Why the implementation cannot run the call; None if it can."""
+    backend = load(name)
+    return backend if isinstance(backend, str) else backend.supports(spec, device)
+
+
+def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The implementations to try, in order."""
+    if implementation is None:
+        return NAMES
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    for name in names:
+        if name not in _TABLE:
+            raise ValueError(
+                f"implementation={name!r}: must be None or of {NAMES}. "
+                "Use None to let the call choose."
+            )
+    if not names:
+        raise ValueError(
+            f"implementation={implementation!r}: names no implementation. "
+            f"Use None to let the call choose, or some of {NAMES}."
+        )
+    return names
+
+
+def decide(
+    spec: AttentionSpec, implementation: str | Sequence[str] | None, device: Device
+) -> Decision:
+    """Asks the implementations in order until one answers yes."""
+    reasons: dict[str, str] = {}
+    chosen = None
+    for name in _names(implementation):
+        reason = reason_against(name, spec, device)
+        if reason is None and implementation is None:
+            declines = getattr(load(name), "declines", None)
+            reason = declines(spec, device) if declines else None
+        if reason is None:
+            chosen = name
+            break
+        reasons[name] = reason
+    return Decision(spec, device, chosen, reasons)
+
+
+def choose(spec: AttentionSpec, implementation: str | Sequence[str] | None) -> str:
+    """The name of the implementation that runs the call.
+
+    Raises:
+        ValueError: an unknown name.
+        UnsupportedError: none of the implementations named by the caller can run the call.
+    """
+    decision = decide(spec, implementation, default_device())
+    if _recordings:
+        _recordings[-1].append(decision)
+        return decision.chosen or "xla"  # the report says it; the trace goes on
+    if decision.chosen is None:
+        raise UnsupportedError(
+            f"implementation={implementation!r} cannot compute {spec}: "
+            + "; ".join(f"{name}: {reason}" for name, reason in decision.reasons.items())
+            + ". Use implementation=None to fall through to one that can."
+        )
+    if implementation is None and decision.device.platform == "gpu":
+        _warn_about_plain_xla(decision)
+    return decision.chosen
+
+
+def _warn_about_plain_xla(decision: Decision) -> None:
+    """Says once for each set of reasons that a GPU runs a call without a fused kernel."""
+    if decision.chosen not in _PLAIN_XLA:
+        return
+    reasons = tuple((n, r) for n, r in decision.reasons.items() if n not in _PLAIN_XLA)
+    if reasons in _warned:
+        return
+    _warned.add(reasons)
+    warnings.warn(
+        f"jax_flash: attention ({decision.spec}) runs on plain XLA ({decision.chosen!r}), although "
+        f"a GPU is present. " + "; ".join(f"{name}: {reason}" for name, reason in reasons),
+        stacklevel=4,
+    )
+
+
+_warned: set[tuple[tuple[str, str], ...]] = set()
+_recordings: list[list[Decision]] = []
+_num_recordings = 0
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Decision]]:
+    """Collects every decision made while a function is traced inside the context.
+
+    The metadata is part of JAX's trace cache key: functions that were traced before are traced
+    again, so that no call is missed.
+    """
+    global _num_recordings
+    _num_recordings += 1
+    decisions: list[Decision] = []
+    _recordings.append(decisions)
+    try:
+        with set_xla_metadata(jax_flash_recording=_num_recordings):
+            yield decisions
+    finally:
+        _recordings.pop()

@@ -1,0 +1,244 @@
+"""Argument checks: every error names the argument, the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+
+def value_error(name: str, got: Any, rule: str, remedy: str) -> ValueError:
+    """A ValueError with the four parts that every error of this package has."""
+    return ValueError(f"{name}={got}: {rule}. {remedy}.")
+
+
+def type_error(name: str, got: Any, rule: str, remedy: str) -> TypeError:
+    """A TypeError with the four parts that every error of this package has."""
+    return TypeError(f"{name}={got}: {rule}. {remedy}.")
+
+
+def as_array(name: str, x: Any) -> Array:
+    """Converts ``x`` to a JAX array; refuses what is not an array of numbers."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise type_error(
+            name, type(x).__name__, "must be an array", "Pass a jax.Array or a NumPy array"
+        ) from error
+
+
+def check_rank(name: str, x: Array, ranks: Sequence[int], layout: str) -> None:
+    """Checks the number of axes; ``layout`` spells the axes out."""
+    if x.ndim not in ranks:
+        raise value_error(
+            f"{name}.shape", x.shape, f"must have the layout {layout}", "Add or remove axes"
+        )
+
+
+def check_shape(name: str, x: Array, shape: Sequence[int], layout: str, remedy: str) -> None:
+    """Checks a shape exactly."""
+    if x.shape != tuple(shape):
+        raise value_error(
+            f"{name}.shape", x.shape, f"must be {layout} = {tuple(shape)} here", remedy
+        )
+
+
+def check_broadcastable(name: str, x: Array, shape: Sequence[int], layout: str) -> None:
+    """Checks that each axis of ``x`` is 1 or the full size."""
+    if any(got not in (1, full) for got, full in zip(x.shape, shape, strict=True)):
+        raise value_error(
+            f"{name}.shape",
+            x.shape,
+            f"must be broadcastable to {layout} = {tuple(shape)}",
+            "Make each axis 1 or the full size",
+        )
+
+
+def as_float_array(name: str, x: Any, shape: Sequence[int], layout: str) -> Array:
+    """A floating-point array of an exact shape."""
+    array = as_array(name, x)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise type_error(
+            f"{name}.dtype", array.dtype, "must be floating point", f"Cast {name} to float32"
+        )
+    check_shape(name, array, shape, layout, f"Give one value for each of {layout}")
+    return array
+
+
+def as_index_array(name: str, x: Any) -> Array:
+    """An int32 array of lengths, offsets, ids or table entries.
+
+    int64 is accepted where x64 mode allows it, and range-checked when its values are known.
+    """
+    raw = x if hasattr(x, "dtype") else np.asarray(x)
+    if not jnp.issubdtype(raw.dtype, jnp.integer):
+        raise type_error(
+            f"{name}.dtype", raw.dtype, "must be int32 (or int64)", f"Use {name}.astype('int32')"
+        )
+    values = known_values(raw)
+    limits = np.iinfo(np.int32)
+    if values is not None and values.size and raw.dtype.itemsize >= 4:
+        outside = (values < limits.min) | (values > limits.max)
+        if outside.any():
+            raise value_error(
+                name, values[outside][0], "must fit into int32", "Split the call into smaller ones"
+            )
+    return jnp.asarray(x).astype(jnp.int32)
+
+
+def known_values(x: Any) -> np.ndarray | None:
+    """The values of ``x`` if they can be read at trace time, else None."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, np.ndarray | jax.Array):
+        return None
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return None
+    return np.asarray(x)
+
+
+def as_lengths(name: str, x: Any, batch: int, capacity: int) -> Array:
+    """int32 ``[B]`` of lengths in [0, capacity]; checked when known."""
+    lengths = as_index_array(name, x)
+    check_shape(name, lengths, (batch,), "[B]", "Give one length for each batch element")
+    values = known_values(x)
+    if values is not None and values.size and (values.min() < 0 or values.max() > capacity):
+        bad = values[(values < 0) | (values > capacity)][0]
+        raise value_error(
+            name, bad, f"lengths must lie in [0, {capacity}]", "Clip the lengths or grow the arrays"
+        )
+    return lengths
+
+
+def as_cu_seqlens(name: str, x: Any, tokens: int) -> Array:
+    """int32 ``[S + 1]`` of cumulative lengths; monotonic and in range when known."""
+    cu_seqlens = as_index_array(name, x)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise value_error(
+            f"{name}.shape",
+            cu_seqlens.shape,
+            "must be [num_sequences + 1]",
+            "Pass the running sum of the lengths, starting with 0",
+        )
+    values = known_values(x)
+    if values is None:
+        return cu_seqlens
+    if (np.diff(values) < 0).any():
+        raise value_error(
+            name,
+            values.tolist() if values.size <= 16 else f"array of {values.size}",
+            "must not decrease",
+            "Pass the running sum of the lengths, starting with 0",
+        )
+    if values[0] < 0 or values[-1] > tokens:
+        raise value_error(
+            name,
+            f"[{values[0]}, ..., {values[-1]}]",
+            f"must lie in [0, {tokens}], the number of tokens",
+            "Check that the array belongs to this batch",
+        )
+    return cu_seqlens
+
+
+def as_bool(name: str, x: Any) -> bool:
+    """A static flag."""
+    if not isinstance(x, bool | np.bool_):
+        raise type_error(
+            name,
+            type(x).__name__,
+            "must be a Python bool, known when the function is traced",
+            f"Mark {name} as a static argument",
+        )
+    return bool(x)
+
+
+def as_window(window: Any) -> tuple[int, int] | None:
+    """``(left, right)`` from an int, a pair, or None."""
+    name = "local_window_size"
+    if window is None:
+        return None
+    pair = (window, window) if isinstance(window, numbers.Integral) else window
+    if (
+        isinstance(pair, str)
+        or not isinstance(pair, Sequence)
+        or len(pair) != 2
+        or not all(isinstance(side, numbers.Integral) for side in pair)
+        or any(isinstance(side, bool) for side in pair)
+    ):
+        raise type_error(
+            name, window, "must be an int or a pair of ints (left, right)", "Use None for no window"
+        )
+    left, right = (int(side) for side in pair)
+    if left < 0 or right < 0:
+        raise value_error(name, window, "both sides must be >= 0", "Use None for no window")
+    return left, right
+
+
+def as_real(name: str, x: Any) -> float:
+    """A finite static number."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Real | np.number):
+        raise type_error(
+            name,
+            type(x).__name__,
+            "must be a Python number, known when the function is traced",
+            f"Mark {name} as a static argument",
+        )
+    value = float(x)
+    if not np.isfinite(value):
+        raise value_error(name, value, "must be finite", "Pass a finite number or None")
+    return value
+
+
+def as_soft_cap(soft_cap: Any) -> float | None:
+    """The soft cap, or None."""
+    if soft_cap is None:
+        return None
+    value = as_real("logits_soft_cap", soft_cap)
+    if value <= 0.0:
+        raise value_error("logits_soft_cap", value, "must be > 0", "Use None for no cap")
+    return value
+
+
+def as_dropout(rate: Any, rng: Any) -> tuple[float, Array | None]:
+    """The dropout rate and its key (None when nothing is dropped)."""
+    value = as_real("dropout_rate", rate)
+    if not 0.0 <= value <= 1.0:
+        raise value_error("dropout_rate", value, "must lie in [0, 1]", "Pass a probability")
+    if value == 0.0:
+        return value, None
+    if rng is None:
+        raise value_error(
+            "dropout_rng",
+            None,
+            f"a key is needed when dropout_rate={value} is above 0",
+            "Pass dropout_rng=jax.random.key(seed), or dropout_rate=0.0 for evaluation",
+        )
+    return value, rng
+
+
+def as_parts(outs: Any, lses: Any) -> tuple[Array, Array]:
+    """Stacked outs ``[N, ..., Dv]`` and log-sum-exps ``[N, ...]``."""
+    stacked = []
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if isinstance(parts, Sequence):
+            parts = [as_array(f"{name}[{i}]", part) for i, part in enumerate(parts)]
+            shapes = {part.shape for part in parts}
+            if len(shapes) != 1:
+                raise value_error(
+                    f"shapes of {name}",
+                    sorted(shapes),
+                    "must all be equal, at least one",
+                    "Pad them",
+                )
+            parts = jnp.stack(parts)
+        x = as_array(name, parts)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise type_error(f"{name}.dtype", x.dtype, "must be floating point", "Cast the parts")
+        stacked.append(x)
+    out, lse = stacked
+    check_shape("lses", lse, out.shape[:-1], "the shape of outs without Dv", "Match the parts")
+    return out, lse

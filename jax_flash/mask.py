@@ -1,0 +1,281 @@
+"""Which keys each query sees: one pytree for every kind of mask, and the small algebra on it.
+
+Everything but a boolean array and segment ids is an *interval*: query row ``i`` of a batch element
+sees the keys ``start <= j < end``. Causal masks, windows, offsets, per-batch lengths and packed
+(ragged) sequences all reduce to it (:meth:`Mask.row_ranges`), and a kernel that can walk an
+interval of key tiles per query tile (:meth:`Mask.tile_ranges`) therefore handles all of them.
+
+The second half is the dropout mask: a documented counter-based generator, so that every
+implementation, the forward and the backward pass draw the same bits from the same key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+
+class TileRanges(NamedTuple):
+    """Key tiles to visit for each query tile, as int32 arrays ``[B|1, num_q_tiles]``.
+
+    Tiles outside ``[lo, hi)`` are hidden from every row of the query tile. Tiles inside
+    ``[full_lo, full_hi)`` lie inside the interval of every row: no interval needs checking there.
+    """
+
+    lo: Array | np.ndarray
+    full_lo: Array | np.ndarray
+    full_hi: Array | np.ndarray
+    hi: Array | np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mask:
+    """The visibility rule of one attention call. All parts are ANDed.
+
+    A query row ``i`` stands at key position ``p = i + q_offset (+ q_offsets)``. Integer arrays are
+    int32 and have a leading axis of size B, or 1 where all batch elements agree.
+
+    Attributes:
+        is_causal: key ``j`` is visible only if ``j <= p``.
+        window: ``(left, right)``: key ``j`` is visible only if ``p - left <= j <= p + right``.
+        q_offset: the static part of the offset.
+        q_offsets: ``[B|1, Tq|1]``, the traced part of the offset.
+        q_lengths: ``[B|1]``: rows at or past the length see nothing.
+        kv_starts: ``[B|1, Tq|1]``: keys before it are hidden.
+        kv_ends: ``[B|1, Tq|1]``: keys at or past it are hidden.
+        q_segments: ``[B|1, Tq]``; a key is visible only if its segment id is equal.
+        kv_segments: ``[B|1, Tk]``.
+        array: bool ``[B|1, Hq|1, Tq|1, Tk|1]``; True is visible.
+    """
+
+    is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
+    window: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+    q_offset: int = dataclasses.field(default=0, metadata={"static": True})
+    q_offsets: Array | None = None
+    q_lengths: Array | None = None
+    kv_starts: Array | None = None
+    kv_ends: Array | None = None
+    q_segments: Array | None = None
+    kv_segments: Array | None = None
+    array: Array | None = None
+
+    @property
+    def has_static_ranges(self) -> bool:
+        """Whether :meth:`row_ranges` depends on nothing but the lengths of the call."""
+        traced = (self.q_offsets, self.q_lengths, self.kv_starts, self.kv_ends)
+        return all(x is None for x in traced)
+
+    @property
+    def is_interval(self) -> bool:
+        """Whether :meth:`row_ranges` says everything: no segments and no boolean array."""
+        return self.q_segments is None and self.array is None
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether every query sees every key."""
+        return (
+            self.is_interval
+            and self.has_static_ranges
+            and not self.is_causal
+            and self.window is None
+        )
+
+    def positions(self, q_len: int) -> Array | np.ndarray:
+        """Key position of each query row, int32 ``[B|1, Tq]`` (NumPy when static)."""
+        rows = np.arange(q_len, dtype=np.int32)[None] + np.int32(self.q_offset)
+        return rows if self.q_offsets is None else jnp.asarray(rows) + self.q_offsets
+
+    def row_ranges(self, q_len: int, kv_len: int) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+        """Intervals ``start <= j < end`` of visible keys, int32 ``[B|1, Tq]``, inside [0, Tk].
+
+        A row that sees nothing has ``end <= start``. NumPy arrays when nothing is traced, so that
+        a kernel can plan its tiles on the host.
+        """
+        xp = np if self.has_static_ranges else jnp
+        position = self.positions(q_len)
+        start = xp.zeros_like(position)
+        end = xp.full_like(position, kv_len)
+        if self.is_causal:
+            end = xp.minimum(end, position + 1)
+        if self.window is not None:
+            # Sides longer than any row can use are clipped, so that int32 cannot overflow.
+            left, right = (min(side, 2**30) for side in self.window)
+            start = xp.maximum(start, position - left)
+            end = xp.minimum(end, position + right + 1)
+        if self.kv_starts is not None:
+            start = xp.maximum(start, self.kv_starts)
+        if self.kv_ends is not None:
+            end = xp.minimum(end, self.kv_ends)
+        if self.q_lengths is not None:
+            row = jnp.arange(q_len, dtype=jnp.int32)[None]
+            end = xp.where(row < self.q_lengths[:, None], end, 0)
+        return xp.minimum(start, kv_len), xp.maximum(end, 0)
+
+    def tile_ranges(self, q_len: int, kv_len: int, block_q: int, block_kv: int) -> TileRanges:
+        """Reduces :meth:`row_ranges` to tiles of ``block_q`` rows and ``block_kv`` keys.
+
+        Rows past ``q_len`` in the last tile are ignored; a tile range with ``hi <= lo`` is empty.
+        """
+        start, end = self.row_ranges(q_len, kv_len)
+        xp = np if isinstance(start, np.ndarray) else jnp
+        empty = end <= start
+        pad = ((0, 0), (0, -q_len % block_q))
+
+        def reduce(rows: Any, neutral: int, reduction: Any) -> Any:
+            tiles = xp.pad(rows, pad, constant_values=neutral)
+            return reduction(tiles.reshape(rows.shape[0], -1, block_q), axis=-1)
+
+        lo = reduce(xp.where(empty, kv_len, start), kv_len, xp.min) // block_kv
+        hi = -(-reduce(xp.where(empty, 0, end), 0, xp.max) // block_kv)
+        # A row that sees nothing makes no tile full: its interval is empty.
+        full_lo = -(-reduce(xp.where(empty, kv_len, start), 0, xp.max) // block_kv)
+        full_hi = reduce(xp.where(empty, 0, end), kv_len, xp.min) // block_kv
+        # The last key tile is full when every row sees up to kv_len, although it is cut short.
+        reaches_end = reduce(xp.where(empty, 0, end), kv_len, xp.min) == kv_len
+        full_hi = xp.where(reaches_end, -(-kv_len // block_kv), full_hi)
+        return TileRanges(*(x.astype(xp.int32) for x in (lo, full_lo, full_hi, hi)))
+
+    def to_array(self, q_len: int, kv_len: int) -> Array | None:
+        """The whole rule as bool ``[B|1, Hq|1, Tq|1, Tk|1]``; None when all keys are visible."""
+        start = end = None
+        if self.is_causal or self.window is not None or not self.has_static_ranges:
+            start, end = self.row_ranges(q_len, kv_len)
+        return visible_keys(
+            jnp.arange(kv_len, dtype=jnp.int32),
+            start,
+            end,
+            self.q_segments,
+            self.kv_segments,
+            self.array,
+        )
+
+    def abstract(self) -> Mask:
+        """This mask with ShapeDtypeStructs for arrays: hashable, for specs and cache keys."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
+
+
+def visible_keys(
+    keys: Array,
+    start: Array | np.ndarray | None,
+    end: Array | np.ndarray | None,
+    q_segments: Array | None,
+    kv_segments: Array | None,
+    array: Array | None,
+) -> Array | None:
+    """Combines a block of the rule: intervals AND equal segments AND boolean array.
+
+    Args:
+        keys: int32 ``[k]``, the indices of the block's keys.
+        start: int32 ``[B|1, q]`` of the block's rows, or None together with ``end``.
+        end: int32 ``[B|1, q]``.
+        q_segments: ``[B|1, q]`` or None.
+        kv_segments: ``[B|1, k]`` or None.
+        array: bool ``[B|1, Hq|1, q|1, k|1]`` or None.
+
+    Returns:
+        bool ``[B|1, Hq|1, q|1, k|1]``, or None when all three parts are None.
+    """
+    result = array
+    if start is not None and end is not None:
+        j = keys[None, None, None, :]
+        inside = (j >= start[:, None, :, None]) & (j < end[:, None, :, None])
+        result = inside if result is None else result & inside
+    if q_segments is not None and kv_segments is not None:
+        same = q_segments[:, None, :, None] == kv_segments[:, None, None, :]
+        result = same if result is None else result & same
+    return result
+
+
+def packed_mask(
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    q_len: int,
+    kv_len: int,
+    *,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+) -> Mask:
+    """The mask of sequences packed one after another along one token axis (batch of 1).
+
+    Sequence ``s`` holds the queries ``cu_seqlens_q[s] <= t < cu_seqlens_q[s + 1]`` and likewise the
+    keys; its queries are the last ones of its keys. Tokens before ``cu_seqlens_q[0]`` or from
+    ``cu_seqlens_q[-1]`` on belong to no sequence and see nothing.
+
+    Args:
+        cu_seqlens_q: int32 ``[S + 1]``, non-decreasing.
+        cu_seqlens_k: int32 ``[S + 1]``, non-decreasing.
+        q_len: number of packed query tokens.
+        kv_len: number of packed key tokens.
+        is_causal: bottom-right causal masking inside each sequence.
+        window: window around each query's position inside its sequence.
+
+    Returns:
+        A :class:`Mask` whose intervals keep the sequences apart.
+    """
+    token = jnp.arange(q_len, dtype=jnp.int32)
+    # side="right" skips empty sequences: the last s with cu_seqlens_q[s] <= t.
+    sequence = jnp.searchsorted(cu_seqlens_q, token, side="right").astype(jnp.int32) - 1
+    num_sequences = cu_seqlens_q.shape[0] - 1
+    owned = (sequence >= 0) & (sequence < num_sequences)
+    sequence = jnp.clip(sequence, 0, max(num_sequences - 1, 0))
+    following = jnp.minimum(sequence + 1, num_sequences)
+    q_end = cu_seqlens_q[following]
+    kv_start = cu_seqlens_k[sequence]
+    kv_end = jnp.minimum(cu_seqlens_k[following], kv_len)
+    return Mask(
+        is_causal=is_causal,
+        window=window,
+        # The last query of a sequence stands at its last key.
+        q_offsets=(kv_end - q_end)[None],
+        kv_starts=jnp.where(owned, kv_start, 0)[None],
+        kv_ends=jnp.where(owned, kv_end, 0)[None],
+    )
+
+
+# Dropout. Bits are a pure function of (seed of the batch element, head, row, column):
+#   row_key    = mix(mix(seed0 ^ head * 0x9E3779B9) + row)
+#   column_key = mix(seed1 + column)
+#   bits       = mix(row_key ^ column_key),   kept iff bits >= round(rate * 2**32)
+# `mix` is the 32-bit finaliser "lowbias32" of C. Wellons ("Hash Prospector", 2018, public domain):
+# two multiplications, no high product, so that it also runs inside a Mosaic kernel.
+_GOLDEN = np.uint32(0x9E3779B9)
+
+
+def _mix(x: Array) -> Array:
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0xD35A2D97)
+    return x ^ (x >> np.uint32(15))
+
+
+def dropout_seeds(key: Array, batch: int) -> Array:
+    """Seeds uint32 ``[B, 2]`` from a JAX key; one pair a batch element, so that folding is safe."""
+    return jax.random.bits(key, (batch, 2), jnp.uint32)
+
+
+def dropout_keep(seeds: Array, heads: Array, rows: Array, columns: Array, rate: float) -> Array:
+    """The dropout mask, True where a probability is kept.
+
+    Args:
+        seeds: uint32 ``[B, 2]`` from :func:`dropout_seeds`.
+        heads: int32 ``[H]``, query head indices.
+        rows: int32 ``[q]``, query row indices.
+        columns: int32 ``[k]``, key indices.
+        rate: probability of dropping, in [0, 1].
+
+    Returns:
+        bool ``[B, H, q, k]``.
+    """
+    if rate >= 1.0:
+        return jnp.zeros((seeds.shape[0], heads.size, rows.size, columns.size), bool)
+    head_key = _mix(seeds[:, :1] ^ heads.astype(jnp.uint32)[None] * _GOLDEN)
+    row_key = _mix(head_key[:, :, None] + rows.astype(jnp.uint32))
+    column_key = _mix(seeds[:, 1:] + columns.astype(jnp.uint32)[None])
+    bits = _mix(row_key[:, :, :, None] ^ column_key[:, None, None, :])
+    return bits >= np.uint32(min(round(rate * 2.0**32), 2**32 - 1))

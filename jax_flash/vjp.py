@@ -1,0 +1,219 @@
+"""Runs a call on its implementation, with the one custom derivative that all kernels share.
+
+A kernel implementation (``FUSED``) offers
+
+    forward(spec, operands)              -> (out [B, Tq, Hq, Dv], lse [B, Tq, Hq])
+    backward(spec, residuals, do, delta) -> Gradients
+
+and this module joins them: residuals, their checkpoint names, delta, and vmap.
+
+Residuals are ``(operands, out, lse)`` whatever the implementation, so forward and backward may come
+from different ones: an implementation without ``backward`` uses that of ``"chunked"``, derived by
+JAX from the operands. ``delta = rowsum(do * out) - dlse`` carries the gradient of the returned
+log-sum-exp, since d lse / d x_j = p_j = -d(-lse) / d x_j (Dao 2023, FlashAttention-2, section 3.1).
+
+Under vmap the mapped axis is folded into the batch axis, so that a kernel is launched once, never
+in a loop. Every array of :class:`Operands` has a leading axis of size B or 1, which makes the fold
+one rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_flash import backends, chunked
+from jax_flash.spec import AttentionSpec, Operands
+
+Array = jax.Array
+
+
+class Residuals(NamedTuple):
+    """What the backward pass gets.
+
+    Attributes:
+        operands: the arrays of the call.
+        out: ``[B, Tq, Hq, Dv]``, tagged ``"flash_out"`` for remat policies.
+        lse: ``[B, Tq, Hq]``, tagged ``"flash_lse"``.
+    """
+
+    operands: Operands
+    out: Array
+    lse: Array
+
+
+class Gradients(NamedTuple):
+    """Gradients of the floating-point operands, in their shapes and dtypes; None where absent."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None = None
+    alibi_slopes: Array | None = None
+    sinks: Array | None = None
+
+
+def attend(spec: AttentionSpec, operands: Operands, name: str) -> tuple[Array, Array]:
+    """Runs one call on the implementation ``name``.
+
+    Returns:
+        out ``[B, Tq, Hq, Dv]`` and lse ``[B, Tq, Hq]``.
+    """
+    backend = backends.load(name)
+    assert not isinstance(backend, str), backend
+    if backend.FUSED:
+        floats, rest = _split(operands)
+        return _fused(spec, name, floats, rest)
+    return _tag(*backend.forward(spec, operands))
+
+
+def delta(residuals: Residuals, do: Array, dlse: Array) -> Array:
+    """``rowsum(do * out) - dlse``, fp32 ``[B, Tq, Hq]``."""
+    wide = residuals.lse.dtype
+    return jnp.sum(do.astype(wide) * residuals.out.astype(wide), axis=-1) - dlse.astype(wide)
+
+
+def _tag(out: Array, lse: Array) -> tuple[Array, Array]:
+    return checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
+
+
+def _split(operands: Operands) -> tuple[Gradients, Operands]:
+    """The differentiable arrays, and the operands without them."""
+    names = Gradients._fields
+    floats = Gradients(*(getattr(operands, name) for name in names))
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    return floats, dataclasses.replace(operands, **nothing)
+
+
+def _join(floats: Gradients, rest: Operands) -> Operands:
+    return dataclasses.replace(rest, **floats._asdict())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused(
+    spec: AttentionSpec, name: str, floats: Gradients, rest: Operands
+) -> tuple[Array, Array]:
+    return _tag(*_forward(spec, name, _join(floats, rest)))
+
+
+def _fused_forward(
+    spec: AttentionSpec, name: str, floats: Gradients, rest: Operands
+) -> tuple[tuple[Array, Array], Residuals]:
+    operands = _join(floats, rest)
+    out, lse = _tag(*_forward(spec, name, operands))
+    return (out, lse), Residuals(operands, out, lse)
+
+
+def _fused_backward(
+    spec: AttentionSpec, name: str, residuals: Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Gradients, None]:
+    return _backward(spec, name, residuals, *cotangents), None
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _forward(spec: AttentionSpec, name: str, operands: Operands) -> tuple[Array, Array]:
+    """The forward kernel, with a vmap rule."""
+
+    @jax.custom_batching.custom_vmap
+    def run(operands: Operands) -> tuple[Array, Array]:
+        return _kernels(name).forward(spec, operands)
+
+    @run.def_vmap
+    def rule(size: int, mapped: list[Any], operands: Operands) -> Any:
+        folded = _fold(size, spec.batch, operands, mapped[0])
+        out, lse = _forward(spec.with_operands(folded), name, folded)
+        return (_unfold(size, out), _unfold(size, lse)), (True, True)
+
+    return run(operands)
+
+
+def _backward(
+    spec: AttentionSpec, name: str, residuals: Residuals, do: Array, dlse: Array
+) -> Gradients:
+    """The backward kernel, with a vmap rule."""
+
+    @jax.custom_batching.custom_vmap
+    def run(residuals: Residuals, do: Array, dlse: Array) -> Gradients:
+        kernel = getattr(_kernels(name), "backward", None)
+        if kernel is None:
+            return _chunked_backward(spec, residuals, do, dlse)
+        return kernel(spec, residuals, do, delta(residuals, do, dlse))
+
+    @run.def_vmap
+    def rule(size: int, mapped: list[Any], residuals: Residuals, do: Array, dlse: Array) -> Any:
+        floats, rest = _split(residuals.operands)
+        mapped_floats, mapped_rest = _split(mapped[0].operands)
+        # Each mapped instance needs gradients of its own, also of an array that they share.
+        expand = functools.partial(_fold_leaf, size, spec.batch, expand=True)
+        operands = _join(
+            jax.tree.map(expand, floats, mapped_floats),
+            _fold(size, spec.batch, rest, mapped_rest),
+        )
+        out, lse = expand(residuals.out, mapped[0].out), expand(residuals.lse, mapped[0].lse)
+        do, dlse = expand(do, mapped[1]), expand(dlse, mapped[2])
+        folded = Residuals(operands, out, lse)
+        grads = _backward(spec.with_operands(operands), name, folded, do, dlse)
+        grads = jax.tree.map(
+            functools.partial(_unfold_gradient, size), _split(spec.arrays)[0], grads
+        )
+        return grads, jax.tree.map(lambda _: True, grads)
+
+    return run(residuals, do, dlse)
+
+
+def _kernels(name: str) -> Any:
+    return backends.load(name)
+
+
+def _chunked_backward(
+    spec: AttentionSpec, residuals: Residuals, do: Array, dlse: Array
+) -> Gradients:
+    """Gradients by JAX's own derivative of the chunked implementation."""
+    floats, rest = _split(residuals.operands)
+    _, pullback = jax.vjp(lambda floats: chunked.forward(spec, _join(floats, rest)), floats)
+    return pullback((do, dlse))[0]
+
+
+def _fold(size: int, batch: int, operands: Operands, mapped: Operands) -> Operands:
+    """All operands with the mapped axis folded into the batch axis."""
+
+    def fold(name: str) -> Any:
+        expand = name in ("query", "key", "value", "dropout_seeds")  # these have B, never 1
+        leaf = functools.partial(_fold_leaf, size, batch, expand=expand)
+        return jax.tree.map(leaf, getattr(operands, name), getattr(mapped, name))
+
+    return Operands(**{field.name: fold(field.name) for field in dataclasses.fields(Operands)})
+
+
+def _fold_leaf(size: int, batch: int, x: Array, is_mapped: bool, *, expand: bool) -> Array:
+    """``[N, B|1, ...]`` (mapped) or ``[B|1, ...]`` as ``[N * B, ...]``.
+
+    An unmapped array whose leading axis is 1 serves all batch elements as it is, unless ``expand``.
+    """
+    if not is_mapped:
+        if x.shape[0] == 1 and not expand:
+            return x
+        x = jnp.broadcast_to(x, (size, *x.shape))
+    x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+    return x.reshape(size * batch, *x.shape[2:])
+
+
+def _unfold(size: int, x: Array) -> Array:
+    """``[N * B, ...]`` as ``[N, B, ...]``."""
+    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+
+
+def _unfold_gradient(size: int, like: jax.ShapeDtypeStruct, gradient: Array) -> Array:
+    """Gradients of the mapped instances, ``[N, *like.shape]``; sums over a shared B in fp32."""
+    gradient = _unfold(size, gradient)
+    if gradient.shape[1] != like.shape[0]:
+        wide = jnp.promote_types(gradient.dtype, jnp.float32)
+        gradient = jnp.sum(gradient, axis=1, keepdims=True, dtype=wide).astype(like.dtype)
+    return gradient
