@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import backends, calls, checks, reference, vjp
+from jax_flash.sharding import keep_query_sharding
 from jax_flash.spec import AttentionSpec, Operands
 
 Array = jax.Array
@@ -417,7 +418,7 @@ def _attend(
     drop_batch: bool = False,
 ) -> Any:
     name = backends.choose(spec, implementation)
-    out, lse = vjp.attend(spec, operands, name)
+    out, lse = keep_query_sharding(lambda operands: vjp.attend(spec, operands, name), operands)
     if drop_batch:
         out, lse = out[0], lse[0]
     return (out, lse) if spec.return_lse else out

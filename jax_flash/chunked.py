@@ -85,10 +85,14 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
             shared[name] = x
 
     def attend_rows(rows: Blocks) -> tuple[Array, Array]:
-        tables = {**shared, **{n: rows[n] for n in ("array", "bias") if n in rows}}
-        cut: Blocks = {n: _split(x, 3, block_kv) for n, x in tables.items() if x.shape[3] > 1}
-        fixed = {n: x for n, x in tables.items() if x.shape[3] == 1}
-        return _attend_rows(spec, operands, rows, kv_blocks | cut, fixed, block_q, block_kv)
+        tables = shared | {name: rows[name] for name in ("array", "bias") if name in rows}
+        inner, fixed = dict(kv_blocks), {}
+        for name, x in tables.items():
+            if x.shape[3] > 1:
+                inner[name] = _split(x, 3, block_kv)
+            else:
+                fixed[name] = x
+        return _attend_rows(spec, operands, rows, inner, fixed, block_q, block_kv)
 
     # The row maxima are kept for the backward pass; all else of a row block is recomputed.
     policy = jax.checkpoint_policies.save_only_these_names("flash_chunked_max")

@@ -92,6 +92,30 @@ class Mask:
         rows = np.arange(q_len, dtype=np.int32)[None] + np.int32(self.q_offset)
         return rows if self.q_offsets is None else jnp.asarray(rows) + self.q_offsets
 
+    def static_interval(self, position: Any, kv_len: int) -> tuple[Any, Any]:
+        """The part of :meth:`row_ranges` that causal masking, the window and ``kv_len`` make.
+
+        Also for use inside kernels, where it is arithmetic on the rows' positions.
+
+        Args:
+            position: int32, key position of each row (NumPy or JAX).
+            kv_len: Tk.
+
+        Returns:
+            ``(start, end)`` shaped like ``position``; a plain int where all rows agree.
+        """
+        xp = np if isinstance(position, np.ndarray) else jnp
+        start: Any = 0
+        end: Any = kv_len
+        if self.is_causal:
+            end = xp.minimum(position + np.int32(1), np.int32(end))
+        if self.window is not None:
+            # Sides longer than any row can use are clipped, so that int32 cannot overflow.
+            left, right = (np.int32(min(side, 2**30)) for side in self.window)
+            start = xp.maximum(position - left, np.int32(start))
+            end = xp.minimum(position + (right + np.int32(1)), end)
+        return start, end
+
     def row_ranges(self, q_len: int, kv_len: int) -> tuple[Array | np.ndarray, Array | np.ndarray]:
         """Intervals ``start <= j < end`` of visible keys, int32 ``[B|1, Tq]``, inside [0, Tk].
 
@@ -100,15 +124,8 @@ class Mask:
         """
         xp = np if self.has_static_ranges else jnp
         position = self.positions(q_len)
-        start = xp.zeros_like(position)
-        end = xp.full_like(position, kv_len)
-        if self.is_causal:
-            end = xp.minimum(end, position + 1)
-        if self.window is not None:
-            # Sides longer than any row can use are clipped, so that int32 cannot overflow.
-            left, right = (min(side, 2**30) for side in self.window)
-            start = xp.maximum(start, position - left)
-            end = xp.minimum(end, position + right + 1)
+        start, end = self.static_interval(position, kv_len)
+        start, end = (xp.zeros_like(position) + x for x in (start, end))
         if self.kv_starts is not None:
             start = xp.maximum(start, self.kv_starts)
         if self.kv_ends is not None:
