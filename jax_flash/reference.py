@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash.mask import dropout_keep
-from jax_flash.spec import AttentionSpec, Device, Operands, page_axes
+from jax_flash.spec import AttentionSpec, Device, Operands, page_axes, wide_dtype
 
 Array = jax.Array
 
@@ -288,7 +288,7 @@ def merge(outs: Array, lses: Array) -> tuple[Array, Array]:
 
     See :func:`jax_flash.merge_attention`.
     """
-    lse = lses.astype(jnp.promote_types(lses.dtype, jnp.float32))
+    lse = lses.astype(wide_dtype(lses.dtype))
     is_empty = jnp.isneginf(lse)
     m = jnp.max(lse, axis=0, initial=-jnp.inf)
     m = jax.lax.stop_gradient(finite_max(m, None))

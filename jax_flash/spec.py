@@ -24,6 +24,11 @@ QUERY_DTYPES = tuple(jnp.dtype(x) for x in ("bfloat16", "float16", "float32", "f
 QUANTISED_DTYPES = tuple(jnp.dtype(x) for x in ("float8_e4m3fn", "float8_e5m2", "int8"))
 
 
+def wide_dtype(dtype: Any) -> jnp.dtype:
+    """What numbers of a floating-point dtype are summed in: float32, or float64 for float64."""
+    return jnp.dtype("float64" if dtype == "float64" else "float32")
+
+
 @dataclasses.dataclass(frozen=True)
 class Device:
     """The facts about a device that decide which implementation can run.
@@ -160,7 +165,7 @@ class AttentionSpec:
     @property
     def accumulator_dtype(self) -> jnp.dtype:
         """float32, or float64 when the inputs are float64."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return wide_dtype(self.dtype)
 
     def with_operands(self, operands: Operands) -> AttentionSpec:
         """The same call on other arrays."""
@@ -198,7 +203,7 @@ def make_spec(
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if x is not None:
             x = checks.as_float_array(name, x, (num_heads,), "[Hq]")
-            per_head[name] = x.astype(jnp.promote_types(query.dtype, jnp.float32))[None]
+            per_head[name] = x.astype(wide_dtype(query.dtype))[None]
     if scale is None:
         scale = 1.0 / math.sqrt(max(head_dim, 1))
     elif isinstance(scale, jax.Array) and checks.known_values(scale) is None:
@@ -207,7 +212,7 @@ def make_spec(
             raise checks.value_error(
                 "scale.shape", scale.shape, "must be a scalar", "Multiply the query yourself"
             )
-        wide = jnp.promote_types(query.dtype, jnp.float32)
+        wide = wide_dtype(query.dtype)
         query = (query.astype(wide) * scale.astype(wide)).astype(query.dtype)
         operands = dataclasses.replace(operands, query=query)
         scale = 1.0

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import backends, chunked
-from jax_flash.spec import AttentionSpec, Operands
+from jax_flash.spec import AttentionSpec, Operands, wide_dtype
 
 Array = jax.Array
 
@@ -214,6 +214,6 @@ def _unfold_gradient(size: int, like: jax.ShapeDtypeStruct, gradient: Array) -> 
     """Gradients of the mapped instances, ``[N, *like.shape]``; sums over a shared B in fp32."""
     gradient = _unfold(size, gradient)
     if gradient.shape[1] != like.shape[0]:
-        wide = jnp.promote_types(gradient.dtype, jnp.float32)
+        wide = wide_dtype(gradient.dtype)
         gradient = jnp.sum(gradient, axis=1, keepdims=True, dtype=wide).astype(like.dtype)
     return gradient

@@ -1,0 +1,86 @@
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.PHONY: help install demo test lint format clean
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# More arguments for pytest or the training command: make test ARGS="-k mask"
+ARGS :=
+
+help: ## list these targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 16
+
+install: $(STAMP) ## create .venv with the library, the test tools and what the demo needs
+
+demo: install ## train a small GPT, sample from it and draw its loss
+	@$(PYTHON) -m models.train --preset demo $(ARGS)
+
+test: lint ## lint, then run all the tests on the CPU
+	@has() { $(PYTHON) -c "import $$1" &>/dev/null; }
+	flags=()
+	if has xdist && [[ $${JAX_FLASH_TEST_GPU:-} != 1 ]]; then flags+=(-n auto); fi
+	if has pytest_timeout; then flags+=(--timeout 600); fi
+	$(PYTHON) -m pytest "$${flags[@]}" $(ARGS)
+
+lint: install ## check style and types
+	@run() {
+	    if $(PYTHON) -m $$1 --version &>/dev/null || ! grep -q offline $(STAMP); then
+	        echo "$$@"
+	        $(PYTHON) -m "$$@"
+	    else
+	        echo "SKIPPED: $$@ ($$1 is not in this offline environment)"
+	    fi
+	}
+	run ruff check .
+	run ruff format --check .
+	run mypy
+
+format: install ## put the code in shape
+	@$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean: ## remove all that these targets made, except what was trained (runs/)
+	@rm -rf $(VENV) .cache .pytest_cache build dist *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# With a package index, .venv is an ordinary environment. Without one, it borrows the packages of
+# the first Python that has JAX, Flax and Optax. Running each candidate skips a broken pyenv shim.
+$(STAMP): pyproject.toml
+	@find_python() { # set $$python to the first that runs the code $$1
+	    for python in $(PYTHON) python3.14 python3.13 python3.12 python3 python; do
+	        if "$$python" -c "$$1" &>/dev/null; then return; fi
+	    done
+	    echo "No Python found that has $$2; tried those named python* on the PATH." >&2
+	    exit 1
+	}
+	if grep -qs borrowed $(STAMP); then rm -rf $(VENV); fi
+	new_enough='import sys; assert sys.version_info >= (3, 12)'
+	find_python "$$new_enough" 'version 3.12 or newer'
+	if [[ $$python != $(PYTHON) ]]; then "$$python" -m venv --clear $(VENV) || true; fi
+	extras=test,demo
+	if nvidia-smi -L &>/dev/null; then extras+=,cuda13; fi
+	echo "Installing jax-flash[$$extras] in $(VENV); the first time takes minutes."
+	if PIP_RETRIES=2 $(PYTHON) -m pip install -q -e ".[$$extras]"; then
+	    echo online >$@
+	    exit
+	fi
+	echo 'pip failed (is there a network?): looking for a Python that has the packages already.'
+	find_python "$$new_enough; import jax, flax, optax" 'version 3.12 or newer, jax, flax and optax'
+	mode=offline
+	if [[ $$python != $(PYTHON) ]]; then
+	    mode+=' borrowed'
+	    "$$python" -m venv --clear --without-pip $(VENV)
+	    folders='import sys; print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")'
+	    "$$python" -c "$$folders" | sed 's/.*/import site; site.addsitedir("&")/' \
+	        >$$(echo $(VENV)/lib/python3.*/site-packages)/borrowed.pth
+	    echo "$(VENV) borrows the packages of $$python."
+	fi
+	if $(PYTHON) -m pip install -q --no-deps --no-build-isolation -e . &>/dev/null; then
+	    echo 'jax-flash is installed in $(VENV), editable.'
+	else
+	    echo '$(CURDIR)' >$$(echo $(VENV)/lib/python3.*/site-packages)/jax_flash.pth
+	    echo 'There is no hatchling to build jax-flash: $(VENV) imports it from this folder.'
+	fi
+	echo $$mode >$@

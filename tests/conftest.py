@@ -1,0 +1,59 @@
+"""What all tests share: the devices, JAX's strictness and Hypothesis's settings.
+
+Tests run on the CPU, shown to JAX as four devices so that sharding can be tested. With
+JAX_FLASH_TEST_GPU=1 they run on the GPU instead, those marked `gpu` among them.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ON_GPU = os.environ.get("JAX_FLASH_TEST_GPU") == "1"
+
+# JAX reads these when it is imported or first used, and so do programs that the tests start.
+if ON_GPU:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+else:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache/jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+four_devices = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = f"{four_devices} {os.environ.get('XLA_FLAGS', '')}"
+
+import jax  # noqa: E402 (the lines above must come first)
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+try:
+    import hypothesis
+except ImportError:  # a test that needs it begins with pytest.importorskip("hypothesis")
+    pass
+else:
+    hypothesis.configuration.set_hypothesis_home_dir(ROOT / ".cache/hypothesis")
+    hypothesis.settings.register_profile(
+        "ci", derandomize=True, database=None, deadline=None, max_examples=50
+    )
+    hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """For code that needs implicit promotion: Optax, and `jax.nn.dot_product_attention` itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests marked `gpu`, unless a GPU was asked for and is there."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not ON_GPU:
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU and JAX_FLASH_TEST_GPU=1"))
+    elif gpu_items and jax.default_backend() != "gpu":
+        raise pytest.UsageError(
+            f"JAX_FLASH_TEST_GPU=1, but JAX finds no GPU, only {jax.devices()}: "
+            "check nvidia-smi and that jax[cuda13] is installed"
+        )
