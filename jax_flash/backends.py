@@ -170,6 +170,17 @@ def choose(spec: AttentionSpec, implementation: str | Sequence[str] | None) -> s
     return decision.chosen
 
 
+def differentiable(spec: AttentionSpec) -> Backend:
+    """The first implementation that supports the call and is differentiable JAX."""
+    device = default_device()
+    for name in NAMES:
+        backend = load(name)
+        if not isinstance(backend, str) and not backend.FUSED:
+            if backend.supports(spec, device) is None:
+                return backend
+    raise AssertionError("unreachable: the last implementation supports everything")
+
+
 def _warn_about_plain_xla(decision: Decision) -> None:
     """Says once for each set of reasons that a GPU runs a call without a fused kernel."""
     if decision.chosen not in _PLAIN_XLA:

@@ -8,8 +8,8 @@ A kernel implementation (``FUSED``) offers
 and this module joins them: residuals, their checkpoint names, delta, and vmap.
 
 Residuals are ``(operands, out, lse)`` whatever the implementation, so forward and backward may come
-from different ones: an implementation without ``backward`` uses that of ``"chunked"``, derived by
-JAX from the operands. ``delta = rowsum(do * out) - dlse`` carries the gradient of the returned
+from different ones: without ``backward``, the derivative is that of the first implementation in the
+table that is differentiable JAX and supports the call, run on the operands. ``delta = rowsum(do * out) - dlse`` carries the gradient of the returned
 log-sum-exp, since d lse / d x_j = p_j = -d(-lse) / d x_j (Dao 2023, FlashAttention-2, section 3.1).
 
 Under vmap the mapped axis is folded into the batch axis, so that a kernel is launched once, never
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash import backends, chunked
+from jax_flash import backends
 from jax_flash.spec import AttentionSpec, Operands, wide_dtype
 
 Array = jax.Array
@@ -143,7 +143,7 @@ def _backward(
     def run(residuals: Residuals, do: Array, dlse: Array) -> Gradients:
         kernel = getattr(_kernels(name), "backward", None)
         if kernel is None:
-            return _chunked_backward(spec, residuals, do, dlse)
+            return _derived_backward(spec, residuals, do, dlse)
         return kernel(spec, residuals, do, delta(residuals, do, dlse))
 
     @run.def_vmap
@@ -172,12 +172,13 @@ def _kernels(name: str) -> Any:
     return backends.load(name)
 
 
-def _chunked_backward(
+def _derived_backward(
     spec: AttentionSpec, residuals: Residuals, do: Array, dlse: Array
 ) -> Gradients:
-    """Gradients by JAX's own derivative of the chunked implementation."""
+    """Gradients by JAX's own derivative of another implementation."""
     floats, rest = _split(residuals.operands)
-    _, pullback = jax.vjp(lambda floats: chunked.forward(spec, _join(floats, rest)), floats)
+    forward = backends.differentiable(spec).forward
+    _, pullback = jax.vjp(lambda floats: forward(spec, _join(floats, rest)), floats)
     return pullback((do, dlse))[0]
 
 
