@@ -175,9 +175,10 @@ def differentiable(spec: AttentionSpec) -> Backend:
     device = default_device()
     for name in NAMES:
         backend = load(name)
-        if not isinstance(backend, str) and not backend.FUSED:
-            if backend.supports(spec, device) is None:
-                return backend
+        if isinstance(backend, str) or backend.FUSED:
+            continue
+        if backend.supports(spec, device) is None:
+            return backend
     raise AssertionError("unreachable: the last implementation supports everything")
 
 

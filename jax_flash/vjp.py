@@ -9,8 +9,10 @@ and this module joins them: residuals, their checkpoint names, delta, and vmap.
 
 Residuals are ``(operands, out, lse)`` whatever the implementation, so forward and backward may come
 from different ones: without ``backward``, the derivative is that of the first implementation in the
-table that is differentiable JAX and supports the call, run on the operands. ``delta = rowsum(do * out) - dlse`` carries the gradient of the returned
-log-sum-exp, since d lse / d x_j = p_j = -d(-lse) / d x_j (Dao 2023, FlashAttention-2, section 3.1).
+table that is differentiable JAX and supports the call, run on the operands.
+
+``delta = rowsum(do * out) - dlse`` carries the gradient of the returned log-sum-exp, since
+``d lse / d x_j = p_j`` (Dao 2023, FlashAttention-2, section 3.1).
 
 Under vmap the mapped axis is folded into the batch axis, so that a kernel is launched once, never
 in a loop. Every array of :class:`Operands` has a leading axis of size B or 1, which makes the fold
