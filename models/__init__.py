@@ -1,0 +1,1 @@
+"""MiniGPT on `jax_flash`: the model, its training and its sampling; run `python -m models.X`."""
