@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
@@ -193,7 +194,7 @@ def _warn_about_plain_xla(decision: Decision) -> None:
     warnings.warn(
         f"jax_flash: attention ({decision.spec}) runs on plain XLA ({decision.chosen!r}), although "
         f"a GPU is present. " + "; ".join(f"{name}: {reason}" for name, reason in reasons),
-        stacklevel=4,
+        skip_file_prefixes=(os.path.dirname(__file__),),
     )
 
 

@@ -5,6 +5,7 @@ It answers yes only where cuDNN computes what the contract says. It refuses, and
 - ragged, decode and paged calls: ``jax.nn`` has no argument for them;
 - fp32 and fp64 inputs, head dims that are not multiples of 8 or above 256 (128 before Hopper), a
   value dim other than the key dim: not implemented there;
+- odd lengths: its gradient is refused, and a call cannot know whether it will be differentiated;
 - a boolean mask: it becomes a large negative bias, so a query that sees no key gets an average
   of the values instead of 0; a mask with a size-1 query or key axis is refused by ``jax.nn``;
 - a bias: an entry of -inf can leave a query without keys (NaN there), broadcast query or key axes
@@ -52,6 +53,8 @@ def supports(spec: AttentionSpec, device: Device) -> str | None:
         return f"the value dim must be the head dim; got {spec.value_dim} and {spec.head_dim}"
     if 0 in spec.arrays.query.shape or spec.kv_len == 0:
         return "zero-size arrays are rejected"
+    if spec.q_len % 2 or spec.kv_len % 2:
+        return f"lengths must be even for its gradient; got {spec.q_len} and {spec.kv_len}"
     return _mask_reason(spec) or _term_reason(spec)
 
 
