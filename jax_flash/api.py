@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jax_flash import backends, calls, checks, reference, vjp
 from jax_flash.sharding import keep_query_sharding
@@ -121,7 +121,7 @@ def dot_product_attention(
         return_lse=return_residual,
         deterministic=deterministic,
     )
-    return _attend(spec, operands, implementation, drop_batch=jnp.ndim(query) == 3)
+    return _attend(spec, operands, implementation, drop_batch=np.ndim(query) == 3)
 
 
 def ragged_attention(

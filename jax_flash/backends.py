@@ -116,7 +116,12 @@ def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     """The implementations to try, in order."""
     if implementation is None:
         return NAMES
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    if not isinstance(names, Sequence):
+        raise TypeError(
+            f"implementation={implementation!r}: must be None, a name or a sequence of names. "
+            f"Use None to let the call choose, or some of {NAMES}."
+        )
     for name in names:
         if name not in _TABLE:
             raise ValueError(
@@ -128,7 +133,7 @@ def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
             f"implementation={implementation!r}: names no implementation. "
             f"Use None to let the call choose, or some of {NAMES}."
         )
-    return names
+    return tuple(names)
 
 
 def decide(

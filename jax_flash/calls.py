@@ -83,13 +83,6 @@ def _with_batch(name: str, x: Any) -> Array:
     return array[None] if array.ndim == 3 else array
 
 
-def _as_four_axes(name: str, x: Any) -> Array:
-    array = checks.as_array(name, x)
-    if array.ndim > 4:
-        checks.check_rank(name, array, (4,), "[B|1, Hq|1, Tq|1, Tk|1]")
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
-
-
 def dense_call(
     query: Any,
     key: Any,
@@ -107,6 +100,7 @@ def dense_call(
     **terms: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """The canonical form of :func:`jax_flash.dot_product_attention`."""
+    given_key_shape = np.shape(key)
     query, key, value = (
         _with_batch(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -115,12 +109,15 @@ def dense_call(
     kv_len = key.shape[1]
     if key.shape[0] != batch:
         raise checks.value_error(
-            "key.shape", key.shape, f"the batch must be that of query, {batch}", "Repeat the keys"
+            "key.shape",
+            given_key_shape,
+            f"the batch must be that of query, {batch}",
+            "Give each batch element its keys",
         )
     _check_head_ratio(q_heads, key.shape[2])
     full, layout = (batch, q_heads, q_len, kv_len), "[B, Hq, Tq, Tk]"
     if bias is not None:
-        bias = _as_four_axes("bias", bias)
+        bias = checks.as_array("bias", bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise checks.type_error(
                 "bias.dtype",
@@ -128,9 +125,9 @@ def dense_call(
                 "must be floating point",
                 "Pass a boolean array as mask=, where True means visible",
             )
-        checks.check_broadcastable("bias", bias, full, layout)
+        bias = checks.as_broadcastable("bias", bias, full, layout)
     if mask is not None:
-        mask = _as_four_axes("mask", mask)
+        mask = checks.as_array("mask", mask)
         if mask.dtype != jnp.bool_:
             raise checks.type_error(
                 "mask.dtype",
@@ -138,7 +135,7 @@ def dense_call(
                 "must be bool, where True means visible",
                 "Use mask.astype(bool), or bias= for numbers to add",
             )
-        checks.check_broadcastable("mask", mask, full, layout)
+        mask = checks.as_broadcastable("mask", mask, full, layout)
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         if query_segment_ids is None or q_len != kv_len:
             raise checks.value_error(
@@ -197,6 +194,11 @@ def _split_offset(q_offset: Any, batch: int) -> tuple[int, Array | None]:
             "q_offset", q_offset, "must be an int or an int32 array [B]", "Pass a whole number"
         )
     offsets = checks.as_index_array("q_offset", q_offset)
+    values = checks.known_values(q_offset)
+    if values is not None and values.size and np.abs(values).max() >= 2**30:
+        raise checks.value_error(
+            "q_offset", np.abs(values).max(), "must lie within +-2**30", "Shift the positions"
+        )
     if offsets.ndim == 0:
         return 0, offsets.reshape(1, 1)
     checks.check_shape("q_offset", offsets, (batch,), "[B]", "Give one offset a batch element")
@@ -340,11 +342,22 @@ def _as_cache(
         arrays.append(x)
     query, key, value = arrays
     names = ("query", key_name, value_name)
-    if key.dtype in QUANTISED_DTYPES and value.dtype == key.dtype:
-        _check_qkv(query, query, query, names)
-        _check_heads(query, key, value, names)
-    else:
-        _check_qkv(query, key, value, names)
+    _check_qkv(query, query, query, names)
+    if key.dtype != query.dtype and key.dtype not in QUANTISED_DTYPES:
+        raise checks.type_error(
+            f"{key_name}.dtype",
+            key.dtype,
+            f"must be query.dtype ({query.dtype}), float8_e4m3fn, float8_e5m2 or int8",
+            "Cast the query, or store the cache in one of these",
+        )
+    if value.dtype != key.dtype:
+        raise checks.type_error(
+            f"{value_name}.dtype",
+            value.dtype,
+            f"must equal {key_name}.dtype ({key.dtype})",
+            "Cast them to one dtype",
+        )
+    _check_heads(query, key, value, names)
     return query, key, value
 
 

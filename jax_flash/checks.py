@@ -49,15 +49,19 @@ def check_shape(name: str, x: Array, shape: Sequence[int], layout: str, remedy: 
         )
 
 
-def check_broadcastable(name: str, x: Array, shape: Sequence[int], layout: str) -> None:
-    """Checks that each axis of ``x`` is 1 or the full size."""
-    if any(got not in (1, full) for got, full in zip(x.shape, shape, strict=True)):
+def as_broadcastable(name: str, x: Array, shape: Sequence[int], layout: str) -> Array:
+    """``x`` with leading axes of 1 added; each axis must be 1 or the full size."""
+    full = (1,) * (len(shape) - x.ndim) + x.shape
+    if len(full) != len(shape) or any(
+        got not in (1, size) for got, size in zip(full, shape, strict=True)
+    ):
         raise value_error(
             f"{name}.shape",
             x.shape,
             f"must be broadcastable to {layout} = {tuple(shape)}",
             "Make each axis 1 or the full size",
         )
+    return x.reshape(full)
 
 
 def as_float_array(name: str, x: Any, shape: Sequence[int], layout: str) -> Array:
@@ -76,11 +80,15 @@ def as_index_array(name: str, x: Any) -> Array:
 
     int64 is accepted where x64 mode allows it, and range-checked when its values are known.
     """
-    raw = x if hasattr(x, "dtype") else np.asarray(x)
+    rule = "must be int32 (or int64)"
+    try:
+        raw = x if hasattr(x, "dtype") else np.asarray(x)
+    except ValueError as error:
+        raise type_error(name, x, rule, "Pass an array of whole numbers") from error
+    if raw.dtype == object:
+        raise type_error(name, x, rule, "Pass an array of whole numbers")
     if not jnp.issubdtype(raw.dtype, jnp.integer):
-        raise type_error(
-            f"{name}.dtype", raw.dtype, "must be int32 (or int64)", f"Use {name}.astype('int32')"
-        )
+        raise type_error(f"{name}.dtype", raw.dtype, rule, f"Use {name}.astype('int32')")
     values = known_values(raw)
     limits = np.iinfo(np.int32)
     if values is not None and values.size and raw.dtype.itemsize >= 4:
@@ -94,7 +102,7 @@ def as_index_array(name: str, x: Any) -> Array:
 
 def known_values(x: Any) -> np.ndarray | None:
     """The values of ``x`` if they can be read at trace time, else None."""
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, np.ndarray | jax.Array):
+    if isinstance(x, jax.core.Tracer):
         return None
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return None
@@ -210,13 +218,13 @@ def as_dropout(rate: Any, rng: Any) -> tuple[float, Array | None]:
         raise value_error("dropout_rate", value, "must lie in [0, 1]", "Pass a probability")
     if value == 0.0:
         return value, None
+    remedy = "Pass dropout_rng=jax.random.key(seed), or dropout_rate=0.0 for evaluation"
     if rng is None:
-        raise value_error(
-            "dropout_rng",
-            None,
-            f"a key is needed when dropout_rate={value} is above 0",
-            "Pass dropout_rng=jax.random.key(seed), or dropout_rate=0.0 for evaluation",
-        )
+        rule = f"a key is needed when dropout_rate={value} is above 0"
+        raise value_error("dropout_rng", None, rule, remedy)
+    if not _is_one_key(rng):
+        got = f"{rng.dtype}{list(rng.shape)}" if hasattr(rng, "shape") else type(rng).__name__
+        raise type_error("dropout_rng", got, "must be one JAX key", remedy)
     return value, rng
 
 
@@ -234,11 +242,29 @@ def as_parts(outs: Any, lses: Any) -> tuple[Array, Array]:
                     "must all be equal, at least one",
                     "Pad them",
                 )
+            dtypes = {str(part.dtype) for part in parts}
+            if len(dtypes) != 1:
+                raise type_error(
+                    f"dtypes of {name}", sorted(dtypes), "must all be equal", "Cast the parts"
+                )
             parts = jnp.stack(parts)
         x = as_array(name, parts)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise type_error(f"{name}.dtype", x.dtype, "must be floating point", "Cast the parts")
         stacked.append(x)
     out, lse = stacked
+    if out.ndim < 2:
+        raise value_error(
+            "outs.shape", out.shape, "must be [parts, ..., Dv]", "Stack the parts on a leading axis"
+        )
     check_shape("lses", lse, out.shape[:-1], "the shape of outs without Dv", "Match the parts")
     return out, lse
+
+
+def _is_one_key(x: Any) -> bool:
+    """Whether ``x`` is a typed key, or the raw words of one."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        return False
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.shape == ()
+    return x.dtype == jnp.uint32 and x.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape

@@ -14,11 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jax_flash import api, checks
 from jax_flash.backends import UnsupportedError
+from jax_flash.spec import QUERY_DTYPES
 
 Array = jax.Array
 
@@ -89,8 +91,21 @@ def attention_fn(
                 f"{name}.shape", x.shape, "must be [batch..., T, H, D]", "Add the missing axes"
             )
     batch_shape = query.shape[:-3]
-    mask = None if mask is None else _flatten_batch(mask.astype(bool), batch_shape)
-    bias = None if bias is None else _flatten_batch(bias, batch_shape)
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[:-3] != batch_shape:
+            raise checks.value_error(
+                f"{name}.shape",
+                x.shape,
+                f"the batch axes must be those of query, {batch_shape}",
+                "Give each batch element its keys and values",
+            )
+    full = (*batch_shape, query.shape[-2], query.shape[-3], key.shape[-3])
+    if mask is not None:
+        mask = checks.as_broadcastable("mask", mask.astype(bool), full, "[batch..., Hq, Tq, Tk]")
+        mask = _flatten_batch(mask, batch_shape)
+    if bias is not None:
+        bias = checks.as_broadcastable("bias", bias, full, "[batch..., Hq, Tq, Tk]")
+        bias = _flatten_batch(bias, batch_shape)
     if mask is not None and query.shape[-3] == 1 and key.shape[-3] > 1:
         is_causal = False
     use_dropout = dropout_rate > 0.0 and not deterministic
@@ -110,8 +125,7 @@ def attention_fn(
 
 
 def _flatten_batch(x: Array, batch_shape: tuple[int, ...]) -> Array:
-    """``[batch..., H|1, Tq|1, Tk|1]``, or fewer axes, as ``[B|1, H|1, Tq|1, Tk|1]``."""
-    x = x.reshape((1,) * (len(batch_shape) + 3 - x.ndim) + x.shape)
+    """``[batch...|1, *rest]`` as ``[B|1, *rest]``, where rest has three axes."""
     if math.prod(x.shape[:-3]) != 1:
         x = jnp.broadcast_to(x, batch_shape + x.shape[-3:])
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
@@ -153,7 +167,7 @@ class KVCache:
         """
         batch, num_new = key.shape[:2]
         token = jnp.arange(num_new, dtype=jnp.int32)[None]
-        counts = jnp.full((batch,), num_new, jnp.int32) if new_lengths is None else new_lengths
+        counts = np.full((batch,), num_new, np.int32) if new_lengths is None else new_lengths
         known, known_counts = checks.known_values(self.lengths), checks.known_values(counts)
         if known is not None and known_counts is not None:
             longest = int((known + known_counts).max(initial=0))
@@ -224,7 +238,7 @@ class FlashCausalSelfAttention(nnx.Module):
         implementation: api.Implementation = None,
         rngs: nnx.Rngs,
     ):
-        self.num_heads = num_heads
+        self.num_heads = _positive("num_heads", num_heads)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if head_dim is None and in_features % num_heads:
             raise checks.value_error(
@@ -248,6 +262,7 @@ class FlashCausalSelfAttention(nnx.Module):
                 "must be even for rotary positions",
                 "Use an even head_dim",
             )
+        self.in_features = in_features
         self.rope_theta = rope_theta
         self.dropout_rate = dropout_rate
         self.dtype = dtype
@@ -278,9 +293,21 @@ class FlashCausalSelfAttention(nnx.Module):
 
         Returns:
             A :class:`KVCache`.
+
+        Raises:
+            ValueError: a negative size.
+            TypeError: a dtype that is not floating point.
         """
+        for name, size in (("batch_size", batch_size), ("max_length", max_length)):
+            if size < 0:
+                raise checks.value_error(
+                    name, size, "must be >= 0", "Pass a number of rows or slots"
+                )
+        dtype = jnp.dtype(dtype or self.dtype or jnp.float32)
+        if dtype not in QUERY_DTYPES:
+            raise checks.type_error("dtype", dtype, "must be floating point", "Use bfloat16")
         shape = (batch_size, max_length, self.num_kv_heads, self.head_dim)
-        zeros = jnp.zeros(shape, dtype or self.dtype or jnp.float32)
+        zeros = jnp.zeros(shape, dtype)
         return KVCache(zeros, zeros, jnp.zeros((batch_size,), jnp.int32))
 
     def __call__(
@@ -315,8 +342,21 @@ class FlashCausalSelfAttention(nnx.Module):
             raise checks.value_error(
                 "new_lengths", "given", "has a meaning only with a cache", "Pass cache= too"
             )
+        if x.ndim != 3 or x.shape[2] != self.in_features:
+            raise checks.value_error(
+                "x.shape",
+                x.shape,
+                f"must be [B, T, in_features] with in_features = {self.in_features}",
+                "Reshape the input, or build the layer for its width",
+            )
         batch, length, _ = x.shape
         heads, kv_heads = self.num_heads, self.num_kv_heads
+        if cache is not None:
+            expected = (batch, cache.capacity, kv_heads, self.head_dim)
+            remedy = "Make the cache with this layer's init_cache, for this batch size"
+            checks.check_shape("cache.key", cache.key, expected, "[B, S, Hk, D]", remedy)
+        if new_lengths is not None:
+            new_lengths = checks.as_lengths("new_lengths", new_lengths, batch, length)
         qkv = self.qkv(x).reshape(batch, length, heads + 2 * kv_heads, self.head_dim)
         query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
         if self.rope_theta is not None:
@@ -324,8 +364,8 @@ class FlashCausalSelfAttention(nnx.Module):
             positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
             query = rotate(query, positions, self.rope_theta)
             key = rotate(key, positions, self.rope_theta)
+        use_dropout = self.dropout_rate > 0.0 and not deterministic
         if cache is None:
-            use_dropout = self.dropout_rate > 0.0 and not deterministic
             out = api.dot_product_attention(
                 query,
                 key,
@@ -336,6 +376,10 @@ class FlashCausalSelfAttention(nnx.Module):
                 implementation=self.implementation,
             )
             return self.out(out.reshape(batch, length, -1))
+        if use_dropout:
+            raise checks.value_error(
+                "deterministic", False, "a cache is for inference, without dropout", "Pass True"
+            )
         offset = cache.lengths
         cache, dropped = cache.append(key, value, new_lengths)
         query = query.astype(cache.key.dtype)
@@ -356,6 +400,12 @@ class FlashCausalSelfAttention(nnx.Module):
             )
         out = jnp.where(dropped[..., None, None], jnp.nan, out)
         return self.out(out.astype(x.dtype).reshape(batch, length, -1)), cache
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise checks.value_error(name, value, "must be at least 1", "Choose a positive number")
+    return value
 
 
 def rotate(x: Array, positions: Array, theta: float) -> Array:

@@ -206,17 +206,17 @@ def make_spec(
             per_head[name] = x.astype(wide_dtype(query.dtype))[None]
     if scale is None:
         scale = 1.0 / math.sqrt(max(head_dim, 1))
-    elif isinstance(scale, jax.Array) and checks.known_values(scale) is None:
+    elif np.ndim(scale) != 0:
+        raise checks.value_error(
+            "scale.shape", np.shape(scale), "must be a scalar", "Multiply the query yourself"
+        )
+    elif isinstance(scale, jax.core.Tracer):
         # A traced scale is folded into the query, through which its gradient then flows.
-        if scale.ndim != 0:
-            raise checks.value_error(
-                "scale.shape", scale.shape, "must be a scalar", "Multiply the query yourself"
-            )
         wide = wide_dtype(query.dtype)
         query = (query.astype(wide) * scale.astype(wide)).astype(query.dtype)
         operands = dataclasses.replace(operands, query=query)
         scale = 1.0
-    elif isinstance(scale, jax.Array | np.ndarray) and scale.ndim == 0:
+    elif isinstance(scale, jax.Array | np.ndarray):
         scale = scale.item()
     rate, key = checks.as_dropout(dropout_rate, dropout_rng)
     operands = dataclasses.replace(

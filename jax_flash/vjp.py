@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import backends
+from jax_flash.backends import UnsupportedError
 from jax_flash.spec import AttentionSpec, Operands, wide_dtype
 
 Array = jax.Array
@@ -50,7 +51,10 @@ class Residuals(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the floating-point operands, in their shapes and dtypes; None where absent."""
+    """Gradients of the floating-point operands, in their shapes and dtypes; None where absent.
+
+    One that a kernel leaves out although the operand is there becomes NaN, never a silent zero.
+    """
 
     query: Array
     key: Array
@@ -58,6 +62,8 @@ class Gradients(NamedTuple):
     bias: Array | None = None
     alibi_slopes: Array | None = None
     sinks: Array | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
 
 
 def attend(spec: AttentionSpec, operands: Operands, name: str) -> tuple[Array, Array]:
@@ -65,12 +71,19 @@ def attend(spec: AttentionSpec, operands: Operands, name: str) -> tuple[Array, A
 
     Returns:
         out ``[B, Tq, Hq, Dv]`` and lse ``[B, Tq, Hq]``.
+
+    Raises:
+        UnsupportedError: forward-mode or second derivatives of a kernel.
     """
     backend = backends.load(name)
     assert not isinstance(backend, str), backend
     if backend.FUSED:
-        floats, rest = _split(operands)
-        return _fused(spec, name, floats, rest)
+        try:
+            return _fused(spec, name, *_split(operands))
+        except TypeError as error:
+            if "forward-mode" in str(error):
+                raise _no_other_derivative(spec, name) from error
+            raise
     return _tag(*backend.forward(spec, operands))
 
 
@@ -78,6 +91,25 @@ def delta(residuals: Residuals, do: Array, dlse: Array) -> Array:
     """``rowsum(do * out) - dlse``, fp32 ``[B, Tq, Hq]``."""
     wide = residuals.lse.dtype
     return jnp.sum(do.astype(wide) * residuals.out.astype(wide), axis=-1) - dlse.astype(wide)
+
+
+def _no_other_derivative(spec: AttentionSpec, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"implementation={name!r}: attention kernels have one reverse-mode derivative; {spec} is "
+        "differentiated in forward mode or more than once. Use implementation='chunked', which is "
+        "plain JAX."
+    )
+
+
+def _differentiable_once(function: Any, spec: AttentionSpec, name: str) -> Any:
+    """``function``, with a clear error where JAX would differentiate it."""
+    once = jax.custom_jvp(function)
+
+    @once.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        raise _no_other_derivative(spec, name)
+
+    return once
 
 
 def _tag(out: Array, lse: Array) -> tuple[Array, Array]:
@@ -129,11 +161,11 @@ def _forward(spec: AttentionSpec, name: str, operands: Operands) -> tuple[Array,
 
     @run.def_vmap
     def rule(size: int, mapped: list[Any], operands: Operands) -> Any:
-        folded = _fold(size, spec.batch, operands, mapped[0])
+        folded = _fold(size, spec, operands, mapped[0])
         out, lse = _forward(spec.with_operands(folded), name, folded)
         return (_unfold(size, out), _unfold(size, lse)), (True, True)
 
-    return run(operands)
+    return _differentiable_once(run, spec, name)(operands)
 
 
 def _backward(
@@ -146,18 +178,20 @@ def _backward(
         kernel = getattr(_kernels(name), "backward", None)
         if kernel is None:
             return _derived_backward(spec, residuals, do, dlse)
-        return kernel(spec, residuals, do, delta(residuals, do, dlse))
+        grads = kernel(spec, residuals, do, delta(residuals, do, dlse))
+        floats = _split(residuals.operands)[0]
+        return Gradients(
+            *(
+                jnp.full_like(x, jnp.nan) if x is not None and gradient is None else gradient
+                for x, gradient in zip(floats, grads, strict=True)
+            )
+        )
 
     @run.def_vmap
     def rule(size: int, mapped: list[Any], residuals: Residuals, do: Array, dlse: Array) -> Any:
-        floats, rest = _split(residuals.operands)
-        mapped_floats, mapped_rest = _split(mapped[0].operands)
         # Each mapped instance needs gradients of its own, also of an array that they share.
         expand = functools.partial(_fold_leaf, size, spec.batch, expand=True)
-        operands = _join(
-            jax.tree.map(expand, floats, mapped_floats),
-            _fold(size, spec.batch, rest, mapped_rest),
-        )
+        operands = _fold(size, spec, residuals.operands, mapped[0].operands, expand=True)
         out, lse = expand(residuals.out, mapped[0].out), expand(residuals.lse, mapped[0].lse)
         do, dlse = expand(do, mapped[1]), expand(dlse, mapped[2])
         folded = Residuals(operands, out, lse)
@@ -167,7 +201,7 @@ def _backward(
         )
         return grads, jax.tree.map(lambda _: True, grads)
 
-    return run(residuals, do, dlse)
+    return _differentiable_once(run, spec, name)(residuals, do, dlse)
 
 
 def _kernels(name: str) -> Any:
@@ -184,15 +218,42 @@ def _derived_backward(
     return pullback((do, dlse))[0]
 
 
-def _fold(size: int, batch: int, operands: Operands, mapped: Operands) -> Operands:
-    """All operands with the mapped axis folded into the batch axis."""
+def _fold(
+    size: int, spec: AttentionSpec, operands: Operands, mapped: Operands, expand: bool = False
+) -> Operands:
+    """All operands with the mapped axis folded into the batch axis.
 
-    def fold(name: str) -> Any:
-        expand = name in ("query", "key", "value", "dropout_seeds")  # these have B, never 1
-        leaf = functools.partial(_fold_leaf, size, batch, expand=expand)
-        return jax.tree.map(leaf, getattr(operands, name), getattr(mapped, name))
-
-    return Operands(**{field.name: fold(field.name) for field in dataclasses.fields(Operands)})
+    Arrays that serve all batch elements as they are stay so; with ``expand`` those that have a
+    gradient do not.
+    """
+    has_batch = {"query", "dropout_seeds"}  # these have B on their leading axis, never 1
+    pool = set() if spec.page_layout is None else {"key", "value", "k_scale", "v_scale"}
+    if not pool:
+        has_batch |= {"key", "value"}
+    folded: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(Operands)):
+        must_expand = name in has_batch or (expand and name in Gradients._fields)
+        leaf = functools.partial(_fold_leaf, size, spec.batch, expand=must_expand)
+        if name not in pool and name != "block_tables":
+            folded[name] = jax.tree.map(leaf, getattr(operands, name), getattr(mapped, name))
+    if not pool:
+        return Operands(**folded)
+    # Pages have no batch axis: one pool may serve all instances, else theirs become one large pool.
+    num_pages = operands.key.shape[1 if mapped.key else 0]
+    separate = expand or any(getattr(mapped, name) for name in pool)
+    for name in pool:
+        x = getattr(operands, name)
+        if x is not None and separate:
+            x = _fold_leaf(size, num_pages, x, getattr(mapped, name), expand=True)
+        folded[name] = x
+    tables = operands.block_tables
+    assert tables is not None
+    tables = tables if mapped.block_tables else jnp.broadcast_to(tables, (size, *tables.shape))
+    if separate:
+        first = jnp.arange(size, dtype=jnp.int32)[:, None, None] * num_pages
+        names_a_page = (tables >= 0) & (tables < num_pages)
+        tables = jnp.where(names_a_page, tables + first, -1)
+    return Operands(**folded, block_tables=tables.reshape(size * spec.batch, tables.shape[-1]))
 
 
 def _fold_leaf(size: int, batch: int, x: Array, is_mapped: bool, *, expand: bool) -> Array:
