@@ -53,6 +53,9 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
         return reference.forward(spec, operands)
     block = _block_size(spec)
     block_q, block_kv = min(block, max(q_len, 1)), min(block, max(kv_len, 1))
+    if bias is not None and 1 in bias.shape[2:] and bias.dtype != "float64":
+        # Tiles that share a bias add up its gradient: in fp32, rounded once.
+        bias = bias.astype(spec.accumulator_dtype)
     query, key, value, bad_q, bad_kv = reference.finite_operands(spec, operands)
     start, end = (jnp.asarray(x) for x in mask.row_ranges(q_len, kv_len))
     ranges = mask.tile_ranges(q_len, kv_len, block_q, block_kv)

@@ -1,0 +1,386 @@
+"""Decoding on contiguous and paged caches, quantised ones too, and appending to them.
+
+Whatever a sequence does not own is poisoned: unused slots and pages hold NaN, spare table entries
+hold anything.
+"""
+
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash import append_kv, chunked, decode_attention, paged_attention
+from tests import oracle64 as oracle
+from tests.tolerance import (
+    IMPLEMENTATIONS,
+    ORACLE_NAMES,
+    assert_close,
+    bits,
+    fast_jit,
+    plain_errors,
+    rand,
+    runs,
+)
+
+NAN, INF = np.nan, np.inf
+WILD = np.int32([-1, 10**6, 2**31 - 1, -(2**31)])
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(chunked, "_MAX_BLOCK", 32)
+
+
+def cache(lens, heads=(4, 2), dims=(8, 8), q_len=1, dtype="float32"):
+    """New queries and a contiguous cache whose slots past each length are 0."""
+    lens, capacity = np.int32(lens), max(*lens, 1)
+    query = rand(len(lens), q_len, heads[0], dims[0], dtype=dtype, seed=1)
+    used = (np.arange(capacity) < lens[:, None])[..., None, None]
+    key, value = (
+        np.where(used, rand(len(lens), capacity, heads[1], dim, dtype=dtype, seed=seed), 0).astype(
+            query.dtype
+        )
+        for dim, seed in zip(dims, (2, 3), strict=True)
+    )
+    return query, key, value, lens
+
+
+def into_pages(arrays, lens, page_size, layout, seed=0, shared=0, spare_columns=2):
+    """Scatters contiguous `[B, S, ...]` arrays over permuted pages.
+
+    Args:
+      arrays: `[B, S, Hk, ...]`, of which each sequence's first tokens are kept.
+      lens: int [B].
+      page_size: tokens in a page.
+      layout: "HND" or "NHD".
+      seed: of the permutation.
+      shared: number of pages that sequence 1 has from sequence 0, whose tokens must be equal.
+      spare_columns: columns of the table that no sequence needs.
+
+    Returns:
+      The pools, NaN where nothing was put (the most that int8 can hold), and the table.
+    """
+    rng = np.random.default_rng(seed)
+    columns = -(-max(*lens, 1) // page_size) + spare_columns
+    num_pages = len(lens) * columns + 1
+    tables = rng.choice(WILD, (len(lens), columns))
+    order = rng.permutation(num_pages)
+    filling = [NAN if jnp.issubdtype(x.dtype, jnp.floating) else 127 for x in arrays]
+    pools = [
+        np.full((num_pages, page_size, *x.shape[2:]), f, x.dtype)
+        for x, f in zip(arrays, filling, strict=True)
+    ]
+    for b, length in enumerate(np.asarray(lens).tolist()):
+        for column in range(-(-length // page_size)):
+            page = tables[0, column] if b == 1 and column < shared else order[b * columns + column]
+            tables[b, column] = page
+            tokens = slice(column * page_size, min((column + 1) * page_size, length))
+            for pool, x in zip(pools, arrays, strict=True):
+                pool[page, : tokens.stop - tokens.start] = x[b, tokens]
+    return [np.swapaxes(x, 1, 2) if layout == "HND" else x for x in pools], tables
+
+
+@functools.cache
+def program(function, implementation, static):
+    static = dict(static) | {"implementation": implementation, "return_residual": True}
+    return fast_jit(partial(function, **static))
+
+
+def run(function, implementation, arrays, static):
+    """(out, lse) as NumPy arrays, or None where the implementation refuses."""
+    if not runs(implementation, function, *arrays, **static, return_residual=True):
+        return None
+    traced = {name: x for name, x in static.items() if isinstance(x, np.ndarray)}
+    static = {name: x for name, x in static.items() if name not in traced}
+    results = program(function, implementation, tuple(static.items()))(*arrays, **traced)
+    return [np.asarray(x) for x in results]
+
+
+def dense_errors(query, key, value, lens, want, **terms):
+    """The errors of the plain computation, from a cache whose unused slots are 0."""
+    dense = {"query": query, "key": key, "value": value, "key_value_seq_lengths": lens}
+    dense |= {"q_offset": lens - query.shape[1], "is_causal": True} | terms
+    return plain_errors(dense, dict(zip(("out", "lse"), want, strict=True)))
+
+
+def check(got, want, errors):
+    for name, x, right in zip(("out", "lse"), got, want, strict=True):
+        assert_close(x, right, errors[name], name)
+
+
+@functools.cache
+def page_case(page_size, layout, q_len, heads, dtype):
+    lens = [3 * page_size, page_size + 1, 0, 1, max(page_size - 1, 1), page_size, 7]
+    query, key, value, lens = cache(lens, heads, (64, 64), q_len, dtype)
+    key[1, :page_size], value[1, :page_size] = key[0, :page_size], value[0, :page_size]
+    pools, tables = into_pages([key, value], lens, page_size, layout, shared=1)
+    arrays = query, *pools, tables, lens
+    want = oracle.paged_attention(*arrays, page_layout=layout)
+    return arrays, want, dense_errors(query, key, value, lens, want)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("page_size", "layout", "q_len", "heads", "dtype"),
+    [
+        (1, "HND", 1, (5, 1), "float32"),
+        (2, "NHD", 2, (12, 2), "bfloat16"),
+        (8, "HND", 3, (28, 4), "float32"),
+        (16, "NHD", 4, (64, 4), "bfloat16"),
+        (24, "HND", 5, (48, 2), "float16"),
+        (32, "NHD", 6, (3, 3), "float32"),
+        (64, "HND", 7, (71, 1), "bfloat16"),
+    ],
+)
+def test_pages_of_any_size_equal_the_oracle(page_size, layout, q_len, heads, dtype, implementation):
+    """Lengths around the page size, a shared page, unused slots of NaN, and wild table entries."""
+    arrays, want, errors = page_case(page_size, layout, q_len, heads, dtype)
+    got = run(paged_attention, implementation, arrays, {"page_layout": layout})
+    if got is not None:
+        check(got, want, errors)
+        assert not got[0][2].any()
+        assert (got[1][2] == -INF).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bits_depend_on_the_tokens_and_not_on_where_they_lie(implementation):
+    """Not on the pages' numbers, the layout, the spare entries or what freed memory holds."""
+    query, key, value, lens = cache([33, 17, 0, 5], (8, 2), (64, 64), 2, "bfloat16")
+    results = []
+    for seed, layout in ((0, "NHD"), (1, "NHD"), (2, "HND"), (3, "NHD")):
+        pools, tables = into_pages([key, value], lens, 16, layout, seed)
+        jnp.full(query.shape, NAN, query.dtype).block_until_ready().delete()
+        arrays = query, *pools, tables, lens
+        got = run(paged_attention, implementation, arrays, {"page_layout": layout})
+        if got is None:
+            return
+        results.append(bits(got))
+    assert results == results[:1] * 4
+    # Pages of zeros where there was NaN, and a table without wild entries.
+    pools = [np.nan_to_num(x) for x in pools]
+    tables = np.where((tables < 0) | (tables >= len(pools[0])), 0, tables)
+    arrays = query, *pools, tables, lens
+    got = run(paged_attention, implementation, arrays, {"page_layout": "NHD"})
+    assert bits(got) == results[0]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_lengths_beyond_the_table_are_clipped_when_traced(implementation):
+    query, key, value, lens = cache([80, 16, 0, 20], (8, 2), (64, 64), 2, "bfloat16")
+    pools, tables = into_pages([key, value], lens, 16, "HND", spare_columns=0)
+    results = []
+    static = {"page_layout": "HND"}
+    if run(paged_attention, implementation, (query, *pools, tables, lens), static) is None:
+        return
+    for first in (80, 81, 10**6):
+        call = program(paged_attention, implementation, tuple(static.items()))
+        results.append(bits(call(query, *pools, tables, np.int32([first, 16, 0, 20]))))
+    assert results == results[:1] * 3
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_new_tokens_are_the_last_of_their_sequence(implementation):
+    """Eight of them, group 8; in a sequence shorter than that the first ones see nothing."""
+    q_len = 8
+    query, key, value, lens = cache([40, 9, 2, 0], (16, 2), (16, 8), q_len)
+    rule = {"is_causal": True, "q_offset": lens - q_len, "kv_lengths": lens}
+    want = oracle.attention(query, key, value, **rule)
+    errors = dense_errors(query, key, value, lens, want)
+    unused = np.arange(key.shape[1]) >= lens[:, None]
+    key[unused], value[unused] = NAN, INF
+    got = run(decode_attention, implementation, (query, key, value, lens), {})
+    if got is not None:
+        check(got, want, errors)
+        empty = np.arange(q_len) < q_len - lens[:, None]
+        np.testing.assert_array_equal((got[1] == -INF).all(-1), empty)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_new_tokens_see_each_other_without_causal_mask(implementation):
+    query, key, value, lens = cache([40, 9, 2, 0], (16, 2), (16, 8), 5)
+    want = oracle.attention(query, key, value, kv_lengths=lens)
+    got = run(decode_attention, implementation, (query, key, value, lens), {"is_causal": False})
+    if got is not None:
+        check(got, want, dense_errors(query, key, value, lens, want, is_causal=False))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_lengths_around_any_split_of_the_keys_equal_the_oracle(implementation):
+    """Whatever number of parts the keys are split into; and twice, bit for bit."""
+    lens = [1, 2, 31, 255, 257, 1024]
+    arrays = cache(lens, (16, 8), (64, 64), 1, "bfloat16")
+    got = run(decode_attention, implementation, arrays, {})
+    if got is None:
+        return
+    query, key, value, lens = arrays
+    rule = {"is_causal": True, "q_offset": lens - 1, "kv_lengths": lens}
+    want = oracle.attention(query, key, value, **rule)
+    check(got, want, dense_errors(*arrays, want))
+    assert bits(got) == bits(run(decode_attention, implementation, arrays, {}))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_term_counts_from_the_end_of_the_sequence(implementation):
+    query, key, value, lens = cache([40, 9, 2, 0], (4, 2), (16, 8), 3)
+    terms = {
+        "local_window_size": (4, 1),
+        "logits_soft_cap": 2.0,
+        "scale": 0.7,
+        "sinks": rand(4, seed=4),
+        "alibi_slopes": np.float32([0.1, -0.3, 0.0, 1.0]),
+    }
+    rule = {"is_causal": True, "q_offset": lens - 3, "kv_lengths": lens}
+    renamed = {ORACLE_NAMES.get(name, name): x for name, x in terms.items()}
+    want = oracle.attention(query, key, value, **rule, **renamed)
+    errors = dense_errors(query, key, value, lens, want, **terms)
+    pools, tables = into_pages([key, value], lens, 8, "HND")
+    arrays = query, *pools, tables, lens
+    for function, arrays in (
+        (decode_attention, (query, key, value, lens)),
+        (paged_attention, (query, *pools, tables, lens)),
+    ):
+        got = run(function, implementation, arrays, terms)
+        if got is not None:
+            check(got, want, errors)
+            assert (got[1][3] == -INF).all(), "a sink makes no key"
+
+
+def scales_of(kind, shape, seed):
+    """Scales for a cache `[B, S, Hk, ...]`, all below 1."""
+    shapes = {"scalar": (), "per head": shape[2:3], "per token": shape[:3]}
+    return np.float32(0.05) + np.float32(0.05) * rand(*shapes[kind], seed=seed) ** 2
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "kind", "layout"),
+    [
+        ("float8_e4m3fn", "scalar", "HND"),
+        ("float8_e5m2", "per head", "NHD"),
+        ("int8", "per token", "HND"),
+        ("float8_e4m3fn", "per token", None),
+        ("int8", "per head", None),
+    ],
+)
+def test_a_quantised_cache_is_read_times_its_scales(dtype, kind, layout, implementation):
+    """In pages or, with layout None, contiguous; unused tokens have scales of NaN."""
+    query, key, value, lens = cache([40, 9, 0, 17], (4, 2), (32, 32), 2)
+    key, value = ((8 * x).round().astype(jnp.dtype(dtype)) for x in (key, value))
+    scales = [np.asarray(scales_of(kind, key.shape, seed)) for seed in (4, 5)]
+    wide = [
+        x.astype(np.float32) * (scale if kind == "scalar" else scale[..., None])
+        for x, scale in zip((key, value), scales, strict=True)
+    ]
+    rule = {"is_causal": True, "q_offset": lens - 2, "kv_lengths": lens}
+    want = oracle.attention(query, *wide, **rule)
+    errors = dense_errors(query, *wide, lens, want)
+    if layout is None:
+        function, static, tables = decode_attention, {}, ()
+        unused = np.arange(key.shape[1]) >= lens[:, None]
+        key[unused], value[unused] = (NAN, NAN) if dtype != "int8" else (127, -127)
+        if kind == "per token":
+            for scale in scales:
+                scale[unused] = NAN
+        pools = [key, value]
+    else:
+        function, static = paged_attention, {"page_layout": layout}
+        pools, tables = into_pages([key, value], lens, 8, layout)
+        if kind == "per token":
+            scales, _ = into_pages(scales, lens, 8, layout)
+        tables = (tables,)
+    arrays = query, *pools, *tables, lens
+    got = run(function, implementation, arrays, static | dict(zip(KV_SCALES, scales, strict=True)))
+    if got is None:
+        return
+    check(got, want, errors)
+    doubled = dict(zip(KV_SCALES, (scales[0], 2 * scales[1]), strict=True))
+    out, lse = run(function, implementation, arrays, static | doubled)
+    assert bits([out, lse]) == bits([2 * got[0], got[1]]), "out is linear in v_scale"
+
+
+KV_SCALES = ("k_scale", "v_scale")
+
+
+def quantised(x, scale, dtype):
+    """What a cache of `dtype` stores for x / scale: rounded to even, and saturated."""
+    x = x.astype(np.float32) / np.float32(scale)
+    if dtype == "int8":
+        return np.clip(np.round(x), -128, 127).astype(np.int8)
+    largest = float(jnp.finfo(dtype).max)
+    return np.clip(x, -largest, largest).astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+def test_append_writes_each_token_to_its_slot_and_nothing_else(dtype, layout):
+    """Slots of -1 and slots past the pool are skipped; values are scaled, rounded, saturated."""
+    pages, page_size, heads, dims = 3, 4, 2, (8, 4)
+    slots = np.int32([5, -1, 0, 11, 12, 2**31 - 1, 7, -(2**31), 4])
+    pools = [rand(pages, page_size, heads, d, seed=d).astype(jnp.dtype(dtype)) for d in dims]
+    tokens = [8 * rand(len(slots), heads, d, seed=d + 1) for d in dims]
+    tokens[0][0], tokens[1][0] = 1e4, -1e4
+    scales = np.float32(0.25), np.float32([0.5, 2.0])
+    if dtype == "bfloat16":
+        scales = np.float32(1.0), np.float32([1.0, 1.0])
+    want = [x.copy() for x in pools]
+    for n, slot in enumerate(slots):
+        if 0 <= slot < pages * page_size:
+            for x, new, scale in zip(want, tokens, scales, strict=True):
+                row = quantised(new[n], np.reshape(scale, (-1, 1)), dtype)
+                x[slot // page_size, slot % page_size] = row
+    if layout == "HND":
+        pools, want = ([np.swapaxes(x, 1, 2) for x in xs] for xs in (pools, want))
+    given = dict(zip(KV_SCALES, scales, strict=True)) if dtype != "bfloat16" else {}
+    got = jax.jit(partial(append_kv, page_layout=layout))(*pools, *tokens, slots, **given)
+    assert [x.dtype for x in got] == [jnp.dtype(dtype)] * 2
+    assert bits(list(got)) == bits([np.ascontiguousarray(x) for x in want])
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_appended_tokens_are_what_attention_then_reads(layout):
+    """A prompt of unequal lengths at once, then token after token into unowned NaN."""
+    query, key, value, lens = cache([9, 6, 12], (4, 2), (8, 16), 1)
+    _, tables = into_pages([key, value], lens, 4, layout, spare_columns=0)
+    pools = [
+        np.full((10, 2, 4, d) if layout == "HND" else (10, 4, 2, d), NAN, np.float32)
+        for d in (8, 16)
+    ]
+    append = jax.jit(partial(append_kv, page_layout=layout))
+    for first, last in ((0, 5), (5, 6), (6, 7), (7, 12)):
+        tokens = [(b, t) for b in range(3) for t in range(first, last)]
+        slots = [tables[b, t // 4] * 4 + t % 4 if t < lens[b] else -1 for b, t in tokens]
+        rows = tuple(np.transpose(tokens))
+        pools = append(*pools, key[rows], value[rows], np.int32(slots))
+    got = run(paged_attention, "xla", (query, *pools, tables, lens), {"page_layout": layout})
+    want = oracle.attention(query, key, value, kv_lengths=lens)
+    check(got, want, dense_errors(query, key, value, lens, want))
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_append_to_donated_pools_writes_in_place(dtype, layout):
+    """Not so in float8, which XLA on the CPU widens to scatter into, the whole pool of it."""
+    pools = [jnp.zeros((64, 16, 16, 8), dtype) for _ in range(2)]
+    arrays = rand(5, 16, 8), rand(5, 16, 8), np.int32([3, -1, 900, 16, 4])
+    append = jax.jit(partial(append_kv, page_layout=layout), donate_argnums=(0, 1))
+    memory = append.lower(*pools, *arrays).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * pools[0].nbytes
+    assert memory.temp_size_in_bytes < pools[0].nbytes // 8, "a pool is copied on the way"
+    places = [x.unsafe_buffer_pointer() for x in pools]
+    got = append(*pools, *arrays)
+    assert [x.unsafe_buffer_pointer() for x in got] == places
+    assert all(x.is_deleted() for x in pools)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_append_leaves_pools_that_are_not_donated_as_they_were(layout):
+    pools = [jnp.zeros((4, 2, 2, 8)) for _ in range(2)]
+    before = bits(pools)
+    got = jax.jit(partial(append_kv, page_layout=layout))(
+        *pools, rand(2, 2, 8), rand(2, 2, 8, seed=1), np.int32([3, 4])
+    )
+    assert bits(pools) == before
+    assert all(np.any(x) for x in got)
