@@ -23,7 +23,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 import jax
@@ -109,7 +109,15 @@ def device_facts(device: jax.Device) -> Device:
 def reason_against(name: str, spec: AttentionSpec, device: Device) -> str | None:
     """Why the implementation cannot run the call; None if it can."""
     backend = load(name)
-    return backend if isinstance(backend, str) else backend.supports(spec, device)
+    return backend if isinstance(backend, str) else _ask(backend.supports, spec, device)
+
+
+def _ask(question: Callable[..., str | None], spec: AttentionSpec, device: Device) -> str | None:
+    """The answer; a reason where it depends on a symbolic size (shape-polymorphic export)."""
+    try:
+        return question(spec, device)
+    except jax.errors.InconclusiveDimensionOperation:
+        return "needs sizes that are known when the call is traced; some are symbolic"
 
 
 def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -146,7 +154,7 @@ def decide(
         reason = reason_against(name, spec, device)
         if reason is None and implementation is None:
             declines = getattr(load(name), "declines", None)
-            reason = declines(spec, device) if declines else None
+            reason = _ask(declines, spec, device) if declines else None
         if reason is None:
             chosen = name
             break

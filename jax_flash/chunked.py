@@ -32,7 +32,14 @@ _MAX_BLOCK = 1024
 # Below this many logits the dense implementation is faster, and small enough.
 _DENSE_LOGITS = 2**25
 
-supports = reference.supports
+
+def supports(spec: AttentionSpec, device: Device) -> str | None:
+    """Every valid call of known sizes, on every device."""
+    del device
+    sizes = (spec.batch, spec.num_q_heads, spec.q_len, spec.kv_len)
+    if not all(isinstance(size, int) for size in sizes):
+        return "needs sizes that are known when the call is traced; some are symbolic"
+    return None
 
 
 def declines(spec: AttentionSpec, device: Device) -> str | None:
@@ -49,7 +56,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
     operands = reference.dense_operands(spec, operands)
     mask, bias = operands.mask, operands.bias
     q_len, kv_len = spec.q_len, spec.kv_len
-    if q_len == 0 or kv_len == 0:
+    if 0 in (q_len, kv_len, spec.num_q_heads):
         return reference.forward(spec, operands)
     block = _block_size(spec)
     block_q, block_kv = min(block, max(q_len, 1)), min(block, max(kv_len, 1))
@@ -153,14 +160,13 @@ def _attend_rows(
         x, visible, _ = tile(block, rows["query"])
         return jnp.maximum(m, jnp.max(x, axis=-1, where=visible, initial=-jnp.inf))
 
-    # Carries start from the query, so that they vary over the same mesh axes under shard_map.
-    like_rows = jnp.transpose(
-        rows["query"][..., 0] if spec.head_dim else jnp.sum(rows["query"], axis=-1), (0, 2, 3, 1)
-    )
-    nothing = jnp.zeros_like(like_rows)
+    # Under shard_map a carry must vary over all the mesh axes that any operand varies over.
+    zero = _zero_that_varies_like((operands, rows, kv_blocks), spec.accumulator_dtype)
+    heads = (spec.num_kv_heads, spec.num_q_heads // spec.num_kv_heads)
+    nothing = jnp.zeros((spec.batch, *heads, block_q), zero.dtype) + zero
     m, _ = jax.lax.scan(
         lambda m, block: if_live(max_step, m, block),
-        jnp.full_like(like_rows, -jnp.inf),
+        nothing - jnp.inf,
         jax.lax.stop_gradient(kv_blocks),
     )
     m = jax.lax.stop_gradient(reference.finite_max(m, operands.sinks))
@@ -180,14 +186,20 @@ def _attend_rows(
         l, acc, sees_a_key, seen_bad = contribution(block, rows["query"], m)
         return carry[0] + l, carry[1] + acc, carry[2] | sees_a_key, carry[3] | seen_bad
 
-    acc = nothing[..., None] * jnp.zeros((spec.value_dim,), nothing.dtype)
+    acc = jnp.zeros((*nothing.shape, spec.value_dim), zero.dtype) + zero
     false = nothing > 1.0
     (l, acc, sees_a_key, seen_bad), _ = jax.lax.scan(
         lambda carry, block: if_live(sum_step, carry, block),
-        (nothing, acc, false, rows["bad_q"]),
+        (nothing, acc, false, rows["bad_q"] | false),
         kv_blocks,
     )
     return reference.finish(spec, acc, l, m, sees_a_key, seen_bad, operands.sinks)
+
+
+def _zero_that_varies_like(tree: Any, dtype: Any) -> Array:
+    """0, computed from nothing of each array: it varies over the mesh axes that any varies over."""
+    parts = (jnp.sum(x.reshape(-1)[:0].astype(dtype)) for x in jax.tree.leaves(tree))
+    return sum(parts, start=jnp.zeros((), dtype))
 
 
 def _block_size(spec: AttentionSpec) -> int:

@@ -89,7 +89,8 @@ class Mask:
 
     def positions(self, q_len: int) -> Array | np.ndarray:
         """Key position of each query row, int32 ``[B|1, Tq]`` (NumPy when static)."""
-        rows = np.arange(q_len, dtype=np.int32)[None] + np.int32(self.q_offset)
+        xp = np if isinstance(q_len, int) else jnp  # not an int: a symbolic size, in an export
+        rows = xp.arange(q_len, dtype=xp.int32)[None] + np.int32(self.q_offset)
         return rows if self.q_offsets is None else jnp.asarray(rows) + self.q_offsets
 
     def static_interval(self, position: Any, kv_len: int) -> tuple[Any, Any]:
@@ -108,7 +109,7 @@ class Mask:
         start: Any = 0
         end: Any = kv_len
         if self.is_causal:
-            end = xp.minimum(position + np.int32(1), np.int32(end))
+            end = xp.minimum(position + np.int32(1), xp.int32(end))
         if self.window is not None:
             # Sides longer than any row can use are clipped, so that int32 cannot overflow.
             left, right = (np.int32(min(side, 2**30)) for side in self.window)
@@ -122,8 +123,10 @@ class Mask:
         A row that sees nothing has ``end <= start``. NumPy arrays when nothing is traced, so that
         a kernel can plan its tiles on the host.
         """
-        xp = np if self.has_static_ranges else jnp
         position = self.positions(q_len)
+        xp: Any = np if isinstance(position, np.ndarray) and self.has_static_ranges else jnp
+        if not isinstance(kv_len, int):
+            xp, kv_len = jnp, jnp.asarray(kv_len, jnp.int32)
         start, end = self.static_interval(position, kv_len)
         start, end = (xp.zeros_like(position) + x for x in (start, end))
         if self.kv_starts is not None:

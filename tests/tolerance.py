@@ -46,8 +46,13 @@ def rand(*shape, dtype="float32", seed=0):
 
 
 def bits(tree):
-    """The arrays of a tree as bytes, so that NaN equals NaN and 0 does not equal -0."""
-    return jax.tree.map(lambda x: np.asarray(x).tobytes(), tree)
+    """The arrays of a tree as bytes: NaN equals NaN, and -0 (0 times a hidden number) equals 0."""
+
+    def of(x):
+        x = np.asarray(x)
+        return np.where(x == 0, np.zeros_like(x), x).tobytes()
+
+    return jax.tree.map(of, tree)
 
 
 def runs(implementation, function, *args, **kwargs):

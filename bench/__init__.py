@@ -1,0 +1,1 @@
+"""Measurements and checks of the kernels: ``python -m bench --help``."""

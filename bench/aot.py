@@ -1,0 +1,253 @@
+"""Compiles the kernels for Hopper on a machine that has no GPU, and reads what ptxas says.
+
+Needs ``ptxas`` on the path and the plugin wheels ``jax-cuda13-plugin`` and ``jax-cuda13-pjrt`` of
+JAX's own version: installed, or unpacked in a folder that ``JAX_FLASH_CUDA_WHEELS`` names. No CUDA
+driver or library is touched.
+
+A kernel passes if it spills no more than its configuration allows and if ptxas did not serialise
+its matrix products (C7512: too few registers; C7513, C7514: accumulators touched in flight).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+SERIALISED = ("C7512", "C7513", "C7514")
+_WHEELS = "JAX_FLASH_CUDA_WHEELS"
+
+# The device that is compiled for, in XLA's own terms.
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 threads_per_core_limit: 2048
+  core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a"
+  device_address_bits: 64 name: "NVIDIA H200"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What ptxas said about one kernel.
+
+    Attributes:
+        name: of the case.
+        registers: registers a thread, before the warpgroups divide them again.
+        spill_bytes: bytes stored to local memory for want of registers.
+        budget_bytes: what the configuration allows of them.
+        smem_bytes: shared memory of a thread block.
+        serialised: warnings that wgmma was serialised.
+        compile_s: seconds for lowering and compiling.
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    budget_bytes: int
+    smem_bytes: int
+    serialised: tuple[str, ...]
+    compile_s: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the kernel is as fast as it was meant to be, as far as ptxas can tell."""
+        return self.spill_bytes <= self.budget_bytes and not self.serialised
+
+
+def unavailable() -> str | None:
+    """Why kernels cannot be compiled here; None if they can."""
+    if shutil.which("ptxas") is None:
+        return "there is no ptxas on the path"
+    folder = os.environ.get(_WHEELS)
+    if folder and folder not in sys.path:
+        sys.path.insert(0, folder)
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return (
+            "the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not installed, and "
+            f"{_WHEELS} names no folder that has them"
+        )
+    return None
+
+
+@functools.cache
+def _sharding() -> Any:
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc("", "cuda", target_config=_H200, topology="1x1x1")
+    mesh = jax.sharding.Mesh(np.array([topology.devices[0]]), ("x",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def compile_kernel(
+    name: str, function: Callable[..., Any], *args: Any, budget_bytes: int, smem_bytes: int
+) -> Report:
+    """Compiles ``function(*args)`` (ShapeDtypeStructs), which launches one Mosaic kernel."""
+    import jax
+
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    start = time.perf_counter()
+    sharding = _sharding()
+    jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
+    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+    log, _ = _captured(lowered.compile)
+    compile_s = time.perf_counter() - start
+    registers = [int(x) for x in re.findall(r"Used (\d+) registers", log)]
+    spills = [int(x) for x in re.findall(r"(\d+) bytes spill stores", log)]
+    if not registers or not spills:
+        raise RuntimeError(f"ptxas reported nothing about {name}: {log[-2000:]!r}")
+    serialised = tuple(code for code in SERIALISED if code in log)
+    return Report(
+        name, max(registers), max(spills), budget_bytes, smem_bytes, serialised, compile_s
+    )
+
+
+def _captured(action: Callable[[], Any]) -> tuple[str, Any]:
+    """What the process writes to its standard streams, C++ code included, during the action."""
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        saved = os.dup(1), os.dup(2)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            result = action()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+        file.seek(0)
+        return file.read().decode(errors="replace"), result
+
+
+def forward_cases() -> Iterator[tuple[str, Any, Any]]:
+    """Every configuration that the forward kernel ships: name, problem, config."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_flash.mask import Mask
+    from pallas_kernels import forward
+
+    lengths = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+    masks = {
+        "full": Mask(),
+        "causal": Mask(is_causal=True),
+        "window": Mask(is_causal=True, window=(1000, 0)),
+        "lengths": Mask(is_causal=True, kv_ends=lengths),
+    }
+    dims = [(d, d) for d in forward.HEAD_DIMS] + [
+        (192, 128),
+        (64, 256),
+        (256, 64),
+        (192, 256),
+        (256, 192),
+    ]
+    for head_dim, value_dim in dims:
+        for mask_name, mask in masks.items():
+            for dtype in ("bfloat16", "float16"):
+                if dtype == "float16" and (head_dim != 128 or value_dim != 128):
+                    continue
+                problem = forward.Problem(
+                    batch=2,
+                    q_len=2048,
+                    kv_len=2048,
+                    num_q_heads=4,
+                    num_kv_heads=2,
+                    head_dim=head_dim,
+                    value_dim=value_dim,
+                    dtype=jnp.dtype(dtype),
+                    scale=0.1,
+                    mask=mask,
+                )
+                name = f"forward D{head_dim}/{value_dim} {mask_name} {dtype}"
+                yield name, problem, forward.default_config(problem)
+
+
+def forward_call(problem: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function that launches the forward kernel, and its arguments as ShapeDtypeStructs."""
+    import jax
+
+    from pallas_kernels import forward
+
+    def array(length: int, heads: int, dim: int) -> Any:
+        return jax.ShapeDtypeStruct((problem.batch, length, heads, dim), problem.dtype)
+
+    def run(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return forward.attention_forward(problem, q, k, v, mask, config=config)
+
+    return run, (
+        array(problem.q_len, problem.num_q_heads, problem.head_dim),
+        array(problem.kv_len, problem.num_kv_heads, problem.head_dim),
+        array(problem.kv_len, problem.num_kv_heads, problem.value_dim),
+        problem.mask,
+    )
+
+
+def compile_forward(name: str, problem: Any, config: Any) -> Report:
+    """Compiles one case of :func:`forward_cases`."""
+    from pallas_kernels import forward, tiles
+    from pallas_kernels.ops import Ops
+
+    function, args = forward_call(problem, config)
+    return compile_kernel(
+        name,
+        function,
+        *args,
+        budget_bytes=config.spill_bytes,
+        smem_bytes=tiles.smem_bytes(forward.scratch_tree(problem, config, Ops())),
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``python -m bench aot``."""
+    parser.add_argument("--match", default="", help="only cases whose name contains this")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compiles all cases and prints a table; the number of failures is the exit status."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    reason = unavailable()
+    if reason is not None:
+        print(f"SKIPPED: {reason}")
+        return 0
+    print(f"{'kernel':<44} regs  spills/budget  smem     s")
+    failures = 0
+    for name, problem, config in forward_cases():
+        if arguments.match not in name:
+            continue
+        report = compile_forward(name, problem, config)
+        failures += not report.passed
+        print(
+            f"{name:<44} {report.registers:>4} {report.spill_bytes:>7}/{report.budget_bytes:<6} "
+            f"{report.smem_bytes:>6} {report.compile_s:>5.1f} {' '.join(report.serialised)}"
+            f"{'' if report.passed else '  FAILED'}",
+            flush=True,
+        )
+    print(f"{failures} failed")
+    return min(failures, 1)

@@ -1,0 +1,1 @@
+"""Attention kernels in Pallas Mosaic GPU, for Hopper. Loaded by :mod:`jax_flash.backends`."""

@@ -1,0 +1,641 @@
+"""Forward attention for Hopper: out and log-sum-exp in one pass over keys and values.
+
+For each tile of query rows, over key tiles j from last to first (Dao et al. 2022, FlashAttention,
+algorithm 1; Shah et al. 2024, FlashAttention-3, algorithm 2):
+
+    S = Q K_j^T                       fp32 accumulator in registers
+    m' = max(m, rowmax(S) * c)        c = scale * log2(e); m in log2 units
+    P = exp2(S * c - m')              l = l * exp2(m - m') + rowsum(P)
+    O = O * exp2(m - m') + P V_j      P in fp16/bf16 as a register operand
+    out = O / l                       lse = (m + log2 l) / log2(e)
+
+A thread block is `num_warpgroups` consumer warpgroups of 64 query rows and one producer:
+
+    producer   waits until Q is empty, loads Q (TMA); for each key tile waits until a slot of the
+               ring is empty, loads K; likewise V. Runs ahead of the consumers, also into the next
+               query tile.
+    consumer   S(0), softmax(0); then for each further key tile i: issue S(i) = Q K_i^T, rescale O,
+               issue O += P(i-1) V(i-1), wait for S(i), release K, softmax(i) while P V runs, wait,
+               release V. At the end O += P V, write out and lse.
+
+The consumers take turns in issuing matrix products (a named barrier), so that one works on its
+softmax while another occupies the tensor cores.
+
+Key tiles: the schedule (:mod:`pallas_kernels.schedule`) lists for each query tile the range to
+load, for each warpgroup the part of it to visit, and inside that the part that needs no mask. In
+the rest, columns are compared with the first and last visible key of each row.
+
+Constraints: fp16 or bf16; D and Dv of :data:`HEAD_DIMS`; lengths are multiples of 8 (a tiled TMA
+copy needs that; the wrapper pads, the true lengths are in :class:`Problem`). Missing rows of K and
+V are read as zeros, surplus rows of out are not written, lse has whole tiles.
+
+A value row that is hidden from some rows of a tile and visible to others is multiplied by their P
+of 0: there, and only there, a NaN or inf in V reaches queries that do not see it. Keys have no such
+limit: their scores are replaced.
+
+Test:  python -m pytest tests/test_pallas_forward.py     Compile without a GPU:  python -m bench aot
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_flash.mask import Mask
+from pallas_kernels import schedule as schedules
+from pallas_kernels import tiles
+from pallas_kernels.ops import Ops
+
+Array = jax.Array
+Ref = Any
+
+HEAD_DIMS = (64, 128, 192, 256)
+_FIRST_NAMED_BARRIER = 5  # lower ones belong to Mosaic
+_ROWS = tiles.WARPGROUP_ROWS
+_REGISTERS = 65536  # of a multiprocessor
+_CACHE_BYTES = 2**25  # of the L2 cache that keys and values may fill
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """Compile-time options of the kernel.
+
+    Attributes:
+        num_warpgroups: consumers, each of 64 query rows.
+        block_kv: keys in a tile.
+        num_stages: K tiles in flight, and as many V tiles.
+        consumer_registers: registers a thread of a consumer.
+        producer_registers: registers a thread of the producer.
+        share_out: out is staged in Q's buffer, not in one of its own.
+        take_turns: consumers take turns in issuing matrix products.
+        early_wait: wait for the next K tile before waiting for P V. ptxas otherwise moves the
+            second wait above the softmax, which undoes their overlap; worth it in some cases.
+        partial_sums: keep row sums as 8 partial sums a row until the end.
+        lazy_growth: m moves only by more than this (log2 units), and rescaling O is skipped by
+            warps where no m moved. 0 means always and no branch.
+        query_registers: keep Q in registers, not in shared memory.
+        opaque_index: index Q through a zero that LLVM cannot see.
+        head_group: heads worked on at a time, for the L2 cache; 0 is :func:`head_group`'s choice.
+        split_edges: peel masked key tiles into loops of their own, instead of a branch.
+        spill_bytes: what ptxas may spill, bytes; more fails the ahead-of-time check.
+    """
+
+    num_warpgroups: int = 2
+    block_kv: int = 128
+    num_stages: int = 2
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    share_out: bool = False
+    take_turns: bool = True
+    early_wait: bool = False
+    partial_sums: bool = True
+    lazy_growth: float = 8.0
+    query_registers: bool = False
+    opaque_index: bool = False
+    head_group: int = 0
+    split_edges: bool = False
+    spill_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        # setmaxnreg waits for registers that others give back: too large a wish waits for ever.
+        at_launch = _REGISTERS // (128 * (self.num_warpgroups + 1)) // 8 * 8
+        wanted = self.num_warpgroups * (self.consumer_registers - at_launch)
+        if wanted > at_launch - self.producer_registers:
+            raise ValueError(
+                f"consumer_registers={self.consumer_registers}: {self.num_warpgroups} consumers "
+                f"want {wanted} more than the {at_launch} of the launch, but the producer gives "
+                f"back {at_launch - self.producer_registers}. Lower one of the two."
+            )
+        if self.share_out and self.query_registers:
+            raise ValueError("share_out: Q's buffer is refilled early with query_registers")
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of a thread block."""
+        return self.num_warpgroups * _ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Static facts of one launch.
+
+    Attributes:
+        batch: B.
+        q_len: Tq, before padding.
+        kv_len: Tk, before padding.
+        num_q_heads: Hq.
+        num_kv_heads: Hk.
+        head_dim: D, of :data:`HEAD_DIMS`.
+        value_dim: Dv, of :data:`HEAD_DIMS`.
+        dtype: of q, k, v and out.
+        scale: factor of the logits, > 0.
+        mask: static part of the mask; its arrays are ShapeDtypeStructs.
+        num_blocks: thread blocks to launch at most.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: Any
+    scale: float
+    mask: Mask
+    num_blocks: int = 132
+
+    @property
+    def scale_log2(self) -> float:
+        """From scores to log2 units."""
+        return self.scale * tiles.LOG2_E
+
+
+class KeyTiles(NamedTuple):
+    """Key tiles ``[lo, hi)``, of which ``[full_lo, full_hi)`` need no mask; scalars."""
+
+    lo: Any
+    hi: Any
+    full_lo: Any
+    full_hi: Any
+
+    @property
+    def count(self) -> Any:
+        """How many."""
+        return self.hi - self.lo
+
+
+def default_config(problem: Problem) -> ForwardConfig:
+    """The configuration for a problem: the fastest of those measured (docs/log.md)."""
+    d, dv = problem.head_dim, problem.value_dim
+    mask = problem.mask
+    # Loops that branch into a mask spill a few registers, at their edges.
+    branches = mask.window is not None or not mask.has_static_ranges
+    if max(d, dv) <= 64:
+        if (problem.q_len <= 1024 and not mask.is_trivial) or problem.q_len <= 2 * _ROWS:
+            return ForwardConfig(query_registers=True)
+        return ForwardConfig(
+            num_warpgroups=3,
+            consumer_registers=160,
+            producer_registers=32,
+            early_wait=not mask.is_trivial,
+            spill_bytes=96 if branches else 0,
+        )
+    block_kv = 128 if max(d, dv) <= 128 else 64
+    # What is live in a step: O, S, P and Q.
+    query_registers = dv // 2 + block_kv // 2 + block_kv // 4 + d // 4 <= 192
+    return ForwardConfig(
+        block_kv=block_kv,
+        share_out=min(d, dv) == 256,
+        query_registers=query_registers,
+        opaque_index=not query_registers,
+        early_wait=block_kv == 128 or not mask.is_trivial,
+        spill_bytes=32 if branches else 0,
+    )
+
+
+def head_group(problem: Problem, config: ForwardConfig) -> int:
+    """Heads to work on at a time: few enough for the L2 cache, enough tiles to balance."""
+    if config.head_group:
+        return config.head_group
+    if problem.mask.is_trivial:
+        return 1
+    num_q_tiles = -(-problem.q_len // config.block_q)
+    kv_bytes = 2 * problem.kv_len * (problem.head_dim + problem.value_dim)
+    # At most two rounds of tiles: a little more than two would leave the third almost empty.
+    balanced = 2 * problem.num_blocks // num_q_tiles
+    return max(balanced, 8 if 8 * kv_bytes <= _CACHE_BYTES else 4)
+
+
+def scratch_tree(problem: Problem, config: ForwardConfig, ops: Ops) -> dict[str, Any]:
+    """Shared memory and barriers, by name."""
+    groups, stages = config.num_warpgroups, config.num_stages
+    dtype = problem.dtype
+    tree = {
+        "q_s": tiles.buffer((groups, _ROWS, problem.head_dim), dtype),
+        "k_s": tiles.buffer((stages, config.block_kv, problem.head_dim), dtype),
+        "v_s": tiles.buffer((stages, config.block_kv, problem.value_dim), dtype),
+        "o_s": None
+        if config.share_out
+        else tiles.buffer((groups, _ROWS, problem.value_dim), dtype),
+        "lse_s": plgpu.SMEM((groups, _ROWS), jnp.float32),
+        "q_full": plgpu.Barrier(num_arrivals=groups, num_barriers=1),
+        "q_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=1),
+        "k_full": plgpu.Barrier(num_barriers=stages),
+        "k_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        "v_full": plgpu.Barrier(num_barriers=stages),
+        "v_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        "s_acc": ops.accumulator_scratch(groups, (_ROWS, config.block_kv)),
+        "o_acc": ops.accumulator_scratch(groups, (_ROWS, problem.value_dim)),
+    }
+    return {name: item for name, item in tree.items() if item is not None}
+
+
+class _Kernel:
+    """The kernel's body; one instance a trace, holding static facts and references."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        config: ForwardConfig,
+        ops: Ops,
+        edges: schedules.Edges,
+        refs: dict[str, Ref],
+    ):
+        self.problem = problem
+        self.config = config
+        self.ops = ops
+        self.edges = edges
+        self.refs = refs
+        self.warpgroup = lax.axis_index("warpgroup")
+
+    def run(self) -> None:
+        config = self.config
+        consumers = config.num_warpgroups
+
+        @pl.when(self.warpgroup < consumers)
+        def _() -> None:
+            plgpu.set_max_registers(config.consumer_registers, action="increase")
+            for slot in range(config.num_stages):
+                self.arrive("k_empty", slot)
+                self.arrive("v_empty", slot)
+            self.arrive("q_empty")
+            if config.take_turns:
+                pl.when(self.warpgroup == consumers - 1)(lambda: self.pass_turn_to(0))
+            self.for_each_tile(self.consume)
+            if config.take_turns:  # what the last consumer gave the first
+                pl.when(self.warpgroup == 0)(self.await_turn)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(self.warpgroup == consumers)
+        def _() -> None:
+            plgpu.set_max_registers(config.producer_registers, action="decrease")
+            steps = self.for_each_tile(self.produce)
+            for ahead in range(config.num_stages):
+                slot = self.slot(steps + ahead)
+                self.wait("k_empty", slot)
+                self.wait("v_empty", slot)
+            self.wait("q_empty")
+
+    # What consumers and producer share.
+
+    def arrive(self, name: str, slot: Any = 0) -> None:
+        plgpu.barrier_arrive(self.refs[name].at[slot])
+
+    def wait(self, name: str, slot: Any = 0) -> None:
+        plgpu.barrier_wait(self.refs[name].at[slot])
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.config.num_stages))
+
+    def for_each_tile(self, process: Callable[[tuple[Any, ...], Any], Any]) -> Any:
+        """Runs ``process(words, steps)`` on this block's tiles; returns the key tiles loaded.
+
+        Words are read one tile ahead: a read of global memory would delay every tile.
+        """
+        table = self.refs["schedule"]
+        block = lax.axis_index("block")
+        own = 3 + 2 * jnp.minimum(self.warpgroup, self.config.num_warpgroups - 1)
+
+        def read(turn: Any) -> tuple[Any, ...]:
+            return tuple(table[block, turn, word] for word in (0, 1, 2, own, own + 1))
+
+        def body(turn: Any, carry: Any) -> Any:
+            steps, words = carry
+            following = read(turn + 1)
+            steps = lax.cond(words[0] >= 0, lambda: process(words, steps), lambda: steps)
+            return steps, following
+
+        carry = (jnp.int32(0), read(0))
+        return lax.fori_loop(0, table.shape[1] - 1, body, carry)[0]
+
+    def batch_and_head(self, words: tuple[Any, ...]) -> tuple[Any, Any]:
+        num_heads = jnp.int32(self.problem.num_q_heads)
+        return lax.div(words[1], num_heads), lax.rem(words[1], num_heads)
+
+    # Producer.
+
+    def produce(self, words: tuple[Any, ...], steps: Any) -> Any:
+        refs, config, problem = self.refs, self.config, self.problem
+        batch, head = self.batch_and_head(words)
+        kv_head = lax.div(head, jnp.int32(problem.num_q_heads // problem.num_kv_heads))
+        lo, hi = _unpack(words[2])
+        self.wait("q_empty")
+        for group in range(config.num_warpgroups):
+            row = words[0] * config.block_q + group * _ROWS
+            source = refs["q"].at[batch, pl.ds(row, _ROWS), head]
+            plgpu.copy_gmem_to_smem(source, refs["q_s"].at[group], refs["q_full"].at[0])
+
+        def load(i: Any, _: None) -> None:
+            slot = self.slot(steps + i)
+            keys = pl.ds((hi - 1 - i) * config.block_kv, config.block_kv)
+            for x in ("k", "v"):
+                self.wait(f"{x}_empty", slot)
+                source = refs[x].at[batch, keys, kv_head]
+                plgpu.copy_gmem_to_smem(source, refs[f"{x}_s"].at[slot], refs[f"{x}_full"].at[slot])
+
+        lax.fori_loop(0, hi - lo, load, None)
+        return steps + hi - lo
+
+    # Consumers.
+
+    def await_turn(self) -> None:
+        if self.config.take_turns:
+            self.ops.pace_wait(_FIRST_NAMED_BARRIER + self.warpgroup, 256)
+
+    def pass_turn(self) -> None:
+        last = self.config.num_warpgroups - 1
+        self.pass_turn_to(jnp.where(self.warpgroup == last, 0, self.warpgroup + 1))
+
+    def pass_turn_to(self, warpgroup: Any) -> None:
+        if self.config.take_turns:
+            self.ops.pace_arrive(_FIRST_NAMED_BARRIER + warpgroup, 256)
+
+    def row_interval(self, batch: Any, row: Any) -> tuple[Any, Any]:
+        """First and past-the-end visible key of this warpgroup's rows, or scalars."""
+        refs, mask = self.refs, self.problem.mask
+        if "row_start" in refs:
+            rows = pl.ds(row, _ROWS)
+            bounds = []
+            for name in ("row_start", "row_end"):
+                element = batch if refs[name].shape[0] > 1 else 0
+                bounds.append(self.ops.load_rows(refs[name].at[element, rows]))
+            return bounds[0], bounds[1]
+        position = self.ops.iota((_ROWS,), 0) + (row + mask.q_offset)
+        return mask.static_interval(position, self.problem.kv_len)
+
+    def consume(self, words: tuple[Any, ...], steps: Any) -> Any:
+        lo, hi = _unpack(words[2])
+        own = KeyTiles(*_unpack(words[3]), *_unpack(words[4]))
+
+        def work() -> None:
+            first = hi - own.hi if self.edges.skips_first else 0
+            if self.edges.skips_first:
+                self.sit_out(steps, first)
+            self.compute(words, own, steps + first, own.lo - lo)
+
+        if self.edges.idles:
+            row = words[0] * self.config.block_q + self.warpgroup * _ROWS
+            lax.cond(row < self.problem.q_len, work, lambda: self.idle(steps, hi - lo))
+        else:
+            work()
+        return steps + hi - lo
+
+    def sit_out(self, steps: Any, count: Any) -> None:
+        """Lets key tiles pass that other warpgroups visit."""
+
+        def body(i: Any, _: None) -> None:
+            slot = self.slot(steps + i)
+            for x in ("k", "v"):
+                self.wait(f"{x}_full", slot)
+                self.arrive(f"{x}_empty", slot)
+            self.await_turn()
+            self.pass_turn()
+
+        lax.fori_loop(0, count, body, None)
+
+    def idle(self, steps: Any, count: Any) -> None:
+        """Lets a query tile pass in which this warpgroup has no rows."""
+        self.wait("q_full")
+        self.arrive("q_empty")
+        self.await_turn()  # for the last product, which belongs to no key tile
+        self.pass_turn()
+        self.sit_out(steps, count)
+
+    def compute(self, words: tuple[Any, ...], own: KeyTiles, steps: Any, rest: Any) -> None:
+        """This warpgroup's rows of one query tile.
+
+        Args:
+            words: of the schedule.
+            own: key tiles to visit.
+            steps: key tiles loaded before the first of them.
+            rest: how many are loaded after the last of them.
+        """
+        refs, config, ops, problem = self.refs, self.config, self.ops, self.problem
+        batch, head = self.batch_and_head(words)
+        row = words[0] * config.block_q + self.warpgroup * _ROWS
+
+        def hide(s: Array, i: Any) -> Array:
+            # The interval is made or read anew at each edge: kept, it would cost registers.
+            start, end = self.row_interval(batch, row)
+            return tiles.hide(ops, s, start, end, (own.hi - 1 - i) * config.block_kv)
+
+        attend = functools.partial(self.attend, own, steps, hide)
+        self.wait("q_full")
+        o, stats = ops.with_accumulator(attend, (_ROWS, problem.value_dim), self.backing("o_acc"))
+        if self.edges.skips_last:
+            self.sit_out(steps + own.count, rest)
+        inverse, lse = tiles.finish(stats)
+        o = o * lax.broadcast_in_dim(inverse, o.shape, [0])
+        staging = refs["q_s" if config.share_out else "o_s"].at[self.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = o.astype(problem.dtype)
+        refs["lse_s"][self.warpgroup] = lse
+        plgpu.commit_smem()
+        rows = pl.ds(row, _ROWS)
+        plgpu.copy_smem_to_gmem(staging, refs["out"].at[batch, rows, head], commit_group=False)
+        plgpu.copy_smem_to_gmem(
+            refs["lse_s"].at[self.warpgroup], refs["lse"].at[batch, head, rows], commit_group=False
+        )
+        plgpu.commit_smem_to_gmem_group()
+        if config.share_out:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.arrive("q_empty")
+
+    def backing(self, name: str) -> Ref:
+        return self.refs[name].at[self.warpgroup] if name in self.refs else None
+
+    def attend(
+        self, own: KeyTiles, steps: Any, hide: Callable[[Array, Any], Array], o_acc: Ref
+    ) -> tuple[Array, tiles.RowStats]:
+        """All key tiles of this warpgroup's rows; returns O before division, and statistics."""
+        refs, config, ops = self.refs, self.config, self.ops
+        count = own.count
+        softmax = functools.partial(
+            tiles.softmax_step,
+            scale_log2=self.problem.scale_log2,
+            lazy_growth=config.lazy_growth,
+        )
+        score_shape = (_ROWS, config.block_kv)
+
+        query = refs["q_s"].at[self.warpgroup]
+        in_registers = ops.load_tile(query) if config.query_registers else None
+        if config.query_registers:
+            self.arrive("q_empty")
+
+        def scores(s_acc: Ref, slot: Any) -> None:
+            k = refs["k_s"].at[slot]
+            if in_registers is not None:
+                ops.matmul_registers(s_acc, in_registers, k, transpose_b=True)
+            elif config.opaque_index:
+                opaque = refs["q_s"].at[self.warpgroup + ops.opaque_zero()]
+                ops.matmul(s_acc, opaque, k, transpose_b=True)
+            else:
+                ops.matmul(s_acc, query, k, transpose_b=True)
+
+        def await_key(i: Any) -> None:
+            pl.when(i < count)(lambda: self.wait("k_full", self.slot(steps + i)))
+
+        def first_scores(s_acc: Ref) -> Array:
+            scores(s_acc, self.slot(steps))
+            self.pass_turn()
+            return ops.load_accumulator(s_acc, wait=0)
+
+        self.wait("k_full", self.slot(steps))
+        self.await_turn()
+        s = ops.with_accumulator(first_scores, score_shape, self.backing("s_acc"))
+        self.arrive("k_empty", self.slot(steps))
+        if self.edges.masked:
+            s = hide(s, 0)
+        stats = tiles.first_stats(ops, _ROWS, partial_sums=config.partial_sums)
+        p, stats, _ = softmax(s, stats)
+        alpha = ops.full_rows(_ROWS, 1.0)
+        if config.early_wait:
+            await_key(1)
+
+        def step(i: Any, carry: Any, *, masked: bool | None) -> Any:
+            """Key tile ``i``; masked None means that a branch decides."""
+            p, stats, alpha = carry
+            key_slot, value_slot = self.slot(steps + i), self.slot(steps + i - 1)
+            if not config.early_wait:
+                self.wait("k_full", key_slot)
+            self.await_turn()
+
+            def products(s_acc: Ref) -> Array:
+                scores(s_acc, key_slot)
+                ops.rescale(o_acc, alpha, skip_ones=config.lazy_growth > 0)
+                self.wait("v_full", value_slot)
+                ops.matmul_registers(o_acc, p, refs["v_s"].at[value_slot])
+                self.pass_turn()
+                return ops.load_accumulator(s_acc, wait=1)
+
+            s = ops.with_accumulator(products, score_shape, self.backing("s_acc"))
+            self.arrive("k_empty", key_slot)
+            if masked is None:
+                block = own.hi - 1 - i
+                at_edge = (block < own.full_lo) | (block >= own.full_hi)
+                s = lax.cond(at_edge, lambda: hide(s, i), lambda: s)
+            elif masked:
+                s = hide(s, i)
+            p, stats, alpha = softmax(s, stats)
+            if config.early_wait:
+                await_key(i + 1)
+            ops.wait_matmuls(0)
+            self.arrive("v_empty", value_slot)
+            return p.astype(self.problem.dtype), stats, alpha
+
+        carry = (p.astype(self.problem.dtype), stats, alpha)
+        p, stats, alpha = self.loop_over_keys(step, carry, own)
+        if not (config.share_out or config.query_registers):
+            self.arrive("q_empty")
+        value_slot = self.slot(steps + count - 1)
+        ops.rescale(o_acc, alpha, skip_ones=config.lazy_growth > 0)
+        self.wait("v_full", value_slot)
+        self.await_turn()
+        ops.matmul_registers(o_acc, p, refs["v_s"].at[value_slot])
+        self.pass_turn()
+        o = ops.load_accumulator(o_acc, wait=0)
+        self.arrive("v_empty", value_slot)
+        return o, stats
+
+    def loop_over_keys(self, step: Callable[..., Any], carry: Any, own: KeyTiles) -> Any:
+        """Key tiles 1, 2, ...: in one loop, or in one for each kind of tile."""
+        leading, trailing = self.edges.leading, self.edges.trailing
+        if leading <= 1 and trailing == 0:
+            return lax.fori_loop(1, own.count, functools.partial(step, masked=False), carry)
+        if not self.config.split_edges:
+            return lax.fori_loop(1, own.count, functools.partial(step, masked=None), carry)
+        first_full = jnp.maximum(own.hi - own.full_hi, 1)
+        past_full = jnp.maximum(own.hi - own.full_lo, first_full)
+        if leading > 1:
+            carry = lax.fori_loop(1, first_full, functools.partial(step, masked=True), carry)
+        carry = lax.fori_loop(first_full, past_full, functools.partial(step, masked=False), carry)
+        if trailing > 0:
+            carry = lax.fori_loop(past_full, own.count, functools.partial(step, masked=True), carry)
+        return carry
+
+
+def _unpack(word: Any) -> tuple[Any, Any]:
+    """The low and the high half."""
+    return word & jnp.int32(0xFFFF), lax.shift_right_logical(word, jnp.int32(16))
+
+
+def attention_forward(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    *,
+    config: ForwardConfig | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[Array, Array]:
+    """Launches the kernel.
+
+    Args:
+        problem: static facts.
+        q: ``[B, Tq', Hq, D]`` with Tq' = Tq rounded up to a multiple of 8.
+        k: ``[B, Tk', Hk, D]``, Tk' likewise.
+        v: ``[B, Tk', Hk, Dv]``.
+        mask: with its arrays.
+        config: compile-time options; None takes :func:`default_config`.
+        interpret: run in interpret mode, on a CPU.
+
+    Returns:
+        out ``[B, Tq', Hq, Dv]``; lse fp32 ``[B, Hq, Tq'']``, rows past Tq undefined.
+    """
+    config = config or default_config(problem)
+    ops = Ops(interpret)
+    ranges, edges = schedules.find_ranges(
+        mask, problem.q_len, problem.kv_len, _ROWS, config.num_warpgroups, config.block_kv
+    )
+    num_q_tiles = ranges.lo.shape[1]
+    num_blocks = min(problem.num_blocks, problem.batch * problem.num_q_heads * num_q_tiles)
+    table = schedules.make(
+        ranges, problem.batch, problem.num_q_heads, num_blocks, head_group(problem, config)
+    )
+    inputs = {"schedule": jnp.asarray(table)}
+    if not mask.has_static_ranges:
+        surplus = num_q_tiles * config.block_q - problem.q_len
+        for name, rows in zip(
+            ("row_start", "row_end"), mask.row_ranges(problem.q_len, problem.kv_len), strict=True
+        ):
+            inputs[name] = jnp.pad(jnp.asarray(rows), ((0, 0), (0, surplus)))
+    inputs |= {"q": q, "k": k, "v": v}
+    padded_len = num_q_tiles * config.block_q
+    outputs = {
+        "out": jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), problem.dtype),
+        "lse": jax.ShapeDtypeStruct((problem.batch, problem.num_q_heads, padded_len), jnp.float32),
+    }
+
+    def body(*refs: Ref, **scratch: Ref) -> None:
+        named = dict(zip((*inputs, *outputs), refs, strict=True))
+        _Kernel(problem, config, ops, edges, named | scratch).run()
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=scratch_tree(problem, config, ops),
+        grid=(num_blocks,),
+        grid_names=("block",),
+        num_threads=config.num_warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="jax_flash_forward",
+        interpret=interpret or False,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    out, lse = kernel(*inputs.values())
+    return out, lse

@@ -1,0 +1,203 @@
+"""Which thread block computes which tile, and which key tiles each visits: int32 words in an array.
+
+A kernel launches about one thread block per multiprocessor. Block ``c`` walks row ``c`` of the
+schedule, ``[num_blocks, max_tiles + 1, 3 + 2 * groups]``, whose words are
+
+    0          query tile, or -1 past the end of the row (the last entry always is)
+    1          batch * num_heads + head
+    2          lo | hi << 16            key tiles to load
+    3 + 2 g    lo | hi << 16            key tiles that the rows of warpgroup g visit
+    4 + 2 g    full_lo | full_hi << 16  those of them that need no mask
+
+with ``lo <= full_lo <= full_hi <= hi``. A warpgroup without rows has ``lo == hi``; one whose rows
+see nothing visits one tile, masked.
+
+Where the ranges are static the schedule is made here, once, longest tiles first (Graham's LPT rule:
+each tile goes to the block that is free first), within groups of heads whose keys and values fit in
+the L2 cache together. Where lengths are known only at run time, JAX operations make it: tiles of a
+head side by side, in alternating direction, so that neighbours of similar cost meet in one round.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash.mask import Mask
+
+Array = jax.Array
+
+MAX_KV_TILES = 2**16 - 1
+_MAX_HOST_TILES = 2**15  # beyond it a Python loop over tiles costs more than it saves
+_TILE_COST = 1.5  # start and end of a query tile, in key tiles
+
+
+class Ranges(NamedTuple):
+    """Key tiles by query tile: int32, NumPy where static.
+
+    Attributes:
+        lo: ``[B|1, num_q_tiles]``, with ``hi`` what the query tile loads.
+        hi: likewise.
+        own_lo: ``[B|1, num_q_tiles, groups]``, with ``own_hi`` what each warpgroup visits.
+        own_full_lo: likewise, with ``own_full_hi`` what of it needs no mask.
+        own_full_hi: likewise.
+        own_hi: likewise.
+    """
+
+    lo: Any
+    hi: Any
+    own_lo: Any
+    own_full_lo: Any
+    own_full_hi: Any
+    own_hi: Any
+
+
+class Edges(NamedTuple):
+    """What is known at trace time about all warpgroups' tiles; the largest numbers if unknown.
+
+    Key tiles are visited from last to first: some that only other warpgroups visit, ``leading``
+    masked ones, full ones, ``trailing`` masked ones, and again some that only others visit.
+
+    Attributes:
+        leading: the most leading masked tiles of any warpgroup.
+        trailing: likewise for trailing ones.
+        skips_first: whether a warpgroup ever sits out the first tiles that are loaded.
+        skips_last: likewise for the last ones.
+        idles: whether a warpgroup ever has no rows.
+    """
+
+    leading: int = MAX_KV_TILES
+    trailing: int = MAX_KV_TILES
+    skips_first: bool = True
+    skips_last: bool = True
+    idles: bool = True
+
+    @property
+    def masked(self) -> bool:
+        """Whether any tile needs a mask."""
+        return self.leading > 0 or self.trailing > 0
+
+
+def find_ranges(
+    mask: Mask, q_len: int, kv_len: int, rows: int, groups: int, block_kv: int
+) -> tuple[Ranges, Edges]:
+    """Ranges of query tiles of ``groups * rows`` rows, from :meth:`Mask.tile_ranges`.
+
+    A last key tile that is cut short by ``kv_len`` counts as masked, because its missing columns
+    are read as zeros.
+    """
+    own = mask.tile_ranges(q_len, kv_len, rows, block_kv)
+    xp: Any = np if isinstance(own.lo, np.ndarray) else jnp
+    num_kv_tiles = -(-kv_len // block_kv)
+    num_units = own.lo.shape[1]
+    surplus = -num_units % groups
+    exists = np.arange(num_units + surplus).reshape(-1, groups) < num_units
+
+    def by_tile(x: Any) -> Any:
+        return xp.pad(x, ((0, 0), (0, surplus))).reshape(x.shape[0], -1, groups)
+
+    own_lo, full_lo, full_hi, own_hi = map(by_tile, own)
+    sees = own_lo < own_hi
+    lo = xp.where(sees, own_lo, num_kv_tiles - 1).min(axis=2)
+    hi = xp.maximum(xp.where(sees, own_hi, 0).max(axis=2), lo + 1)
+    own_lo = xp.where(sees, own_lo, lo[..., None])
+    own_hi = xp.where(sees, own_hi, lo[..., None] + exists.astype(np.int32))
+    full_hi = xp.clip(xp.minimum(full_hi, kv_len // block_kv), own_lo, own_hi)
+    full_lo = xp.clip(full_lo, own_lo, own_hi)
+    # Where nothing is full, all count as leading.
+    some_full = sees & (full_lo < full_hi)
+    full_lo = xp.where(some_full, full_lo, own_lo)
+    full_hi = xp.where(some_full, full_hi, own_lo)
+    ranges = Ranges(*(x.astype(xp.int32) for x in (lo, hi, own_lo, full_lo, full_hi, own_hi)))
+    if xp is jnp or lo.size == 0:
+        return ranges, Edges(idles=surplus > 0)
+    active = np.broadcast_to(exists[None], own_lo.shape)
+    edges = Edges(
+        leading=int((own_hi - full_hi).max()),
+        trailing=int((full_lo - own_lo).max()),
+        skips_first=bool((active & (own_hi < hi[..., None])).any()),
+        skips_last=bool((active & (own_lo > lo[..., None])).any()),
+        idles=surplus > 0,
+    )
+    return ranges, edges
+
+
+def make(ranges: Ranges, batch: int, num_heads: int, num_blocks: int, head_group: int) -> Any:
+    """The schedule.
+
+    Args:
+        ranges: of the query tiles.
+        batch: B.
+        num_heads: Hq.
+        num_blocks: thread blocks of the launch.
+        head_group: how many heads are worked on at a time.
+    """
+    num_q_tiles = ranges.lo.shape[1]
+    num_tiles = batch * num_heads * num_q_tiles
+    if isinstance(ranges.lo, np.ndarray) and num_tiles <= _MAX_HOST_TILES:
+        # Tensor-core work and the length of the key loop count alike.
+        own = (ranges.own_hi - ranges.own_lo).mean(axis=2)
+        cost = (own + (ranges.hi - ranges.lo)) / 2
+        tiles = _longest_first(
+            tuple(map(tuple, cost.tolist())), batch, num_heads, num_blocks, head_group
+        )
+        return _words(ranges, tiles, num_heads, np)
+    rounds = -(-num_tiles // num_blocks)
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    turn = jnp.arange(rounds + 1, dtype=jnp.int32)[None]
+    place = jnp.where(turn % 2 == 0, block[:, None], num_blocks - 1 - block[:, None])
+    tile = turn * num_blocks + place
+    return _words(ranges, jnp.where(tile < num_tiles, tile, -1), num_heads, jnp)
+
+
+def _words(ranges: Ranges, tiles: Any, num_heads: int, xp: Any) -> Any:
+    """Expands tile numbers ``(batch * num_heads + head) * num_q_tiles + q_tile`` into words."""
+    num_q_tiles = ranges.lo.shape[1]
+    used = tiles >= 0
+    tile = xp.where(used, tiles, 0)
+    head, q_tile = tile // num_q_tiles, tile % num_q_tiles
+    row = xp.minimum(head // num_heads, ranges.lo.shape[0] - 1)
+    lo, hi, own_lo, full_lo, full_hi, own_hi = (xp.asarray(x)[row, q_tile] for x in ranges)
+    words = [xp.where(used, q_tile, -1), head, lo | hi << 16]
+    for group in range(own_lo.shape[-1]):
+        words.append(own_lo[..., group] | own_hi[..., group] << 16)
+        words.append(full_lo[..., group] | full_hi[..., group] << 16)
+    return xp.stack(words, axis=-1).astype(xp.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _longest_first(
+    cost: tuple[tuple[float, ...], ...],
+    batch: int,
+    num_heads: int,
+    num_blocks: int,
+    head_group: int,
+) -> np.ndarray:
+    """Tile numbers ``[num_blocks, max_tiles + 1]``, -1 where a row has ended."""
+    num_q_tiles = len(cost[0])
+    heads = batch * num_heads
+    queue = [(0.0, block) for block in range(num_blocks)]
+    rows: list[list[int]] = [[] for _ in range(num_blocks)]
+    orders = [np.lexsort((-np.arange(num_q_tiles), -np.asarray(row))).tolist() for row in cost]
+    for first in range(0, heads, head_group):
+        group = range(first, min(heads, first + head_group))
+        tiles = [
+            (-cost[_row(head, num_heads, cost)][q_tile], rank, head, q_tile)
+            for head in group
+            for rank, q_tile in enumerate(orders[_row(head, num_heads, cost)])
+        ]
+        for negative_cost, _, head, q_tile in sorted(tiles):
+            load, block = heapq.heappop(queue)
+            rows[block].append(head * num_q_tiles + q_tile)
+            heapq.heappush(queue, (load - negative_cost + _TILE_COST, block))
+    width = max(map(len, rows)) + 1
+    return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32)
+
+
+def _row(head: int, num_heads: int, cost: tuple[tuple[float, ...], ...]) -> int:
+    return min(head // num_heads, len(cost) - 1)

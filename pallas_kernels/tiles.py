@@ -1,0 +1,132 @@
+"""Layouts, shared memory, and the algebra of one tile of scores: mask and online softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ops import Ops
+
+Array = jax.Array
+
+WARPGROUP_ROWS = 64  # rows of one wgmma: what a warpgroup owns
+MAX_SMEM_BYTES = 232448  # of one thread block, on compute capability 9.0
+BARRIER_BYTES = 8
+LOG2_E = math.log2(math.e)
+# The running maximum starts at a finite number, so that exp2(-inf - m) is 0, never NaN.
+LOWEST = float(np.finfo(np.float32).min) / 2
+
+
+class RowStats(NamedTuple):
+    """Running softmax statistics of the rows of one warpgroup.
+
+    Attributes:
+        m: fp32 ``[rows]``, an upper reference of the scaled scores, in log2 units.
+        l: sum of ``exp2(score - m)``: fp32 ``[rows]``, or ``[rows, 8]`` partial sums.
+    """
+
+    m: Array
+    l: Array
+
+
+def swizzle_bytes(columns: int, dtype: Any) -> int:
+    """The widest swizzle whose rows divide a row of ``columns`` elements."""
+    row_bytes = columns * jnp.dtype(dtype).itemsize
+    return next(width for width in (128, 64, 32) if row_bytes % width == 0)
+
+
+def buffer(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A shared-memory buffer that TMA fills and wgmma reads: tiled by 8 rows, swizzled."""
+    swizzle = swizzle_bytes(shape[-1], dtype)
+    tile = (8, swizzle // jnp.dtype(dtype).itemsize)
+    transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def smem_bytes(scratch: Mapping[str, Any]) -> int:
+    """Shared memory that a scratch tree takes, barriers included."""
+    total = 0
+    for item in scratch.values():
+        if isinstance(item, plgpu.Barrier):
+            total += BARRIER_BYTES * int(np.prod(item.num_barriers))
+        elif item is not None:
+            total += math.prod(item.shape) * jnp.dtype(item.dtype).itemsize
+    return total
+
+
+def hide(ops: Ops, s: Array, start: Any, end: Any, column: Any) -> Array:
+    """Scores with -inf where key ``column + j`` is outside a row's ``[start, end)``.
+
+    Args:
+        ops: primitives.
+        s: fp32 ``[rows, block_kv]``.
+        start: int32 ``[rows]``, a scalar, or the int 0 if no row has a start.
+        end: int32 ``[rows]`` or a scalar.
+        column: scalar, the key index of column 0.
+    """
+    columns = ops.iota(s.shape, 1)
+
+    def spread(bound: Any) -> Any:
+        bound = bound - column
+        return lax.broadcast_in_dim(bound, s.shape, [0]) if jnp.ndim(bound) else bound
+
+    visible = columns < spread(end)
+    if not (isinstance(start, int) and start == 0):
+        visible = visible & (columns >= spread(start))
+    return jnp.where(visible, s, -jnp.inf)
+
+
+def first_stats(ops: Ops, rows: int, *, partial_sums: bool) -> RowStats:
+    """Statistics of rows that have seen nothing."""
+    l = ops.full_tile((rows, 8), 0.0) if partial_sums else ops.full_rows(rows, 0.0)
+    return RowStats(ops.full_rows(rows, LOWEST), l)
+
+
+def softmax_step(
+    s: Array, stats: RowStats, scale_log2: float, *, lazy_growth: float
+) -> tuple[Array, RowStats, Array]:
+    """One step of the online softmax.
+
+    Args:
+        s: fp32 ``[rows, block_kv]``, unscaled scores; -inf is hidden.
+        stats: of the tiles before.
+        scale_log2: factor from scores to log2 units.
+        lazy_growth: m moves only when a row's maximum exceeds it by more than this, in log2 units.
+            Terms then reach ``2 ** lazy_growth``, which fp32 sums and bf16 or fp16 terms hold.
+
+    Returns:
+        ``p = exp2(s * scale_log2 - m)``, the new statistics, and ``alpha = exp2(m_old - m)`` by
+        which whatever was accumulated before must be scaled.
+    """
+    m, l = stats
+    partial_sums = l.ndim == 2
+    highest = s.max(axis=1) * scale_log2
+    new_m = jnp.maximum(m, highest)
+    if lazy_growth > 0.0:
+        new_m = jnp.where(new_m - m > lazy_growth, new_m, m)
+    alpha = jnp.exp2(m - new_m)
+    p = jnp.exp2(s * scale_log2 - lax.broadcast_in_dim(new_m, s.shape, [0]))
+    if partial_sums:
+        l = l * lax.broadcast_in_dim(alpha, l.shape, [0])
+        for column in range(0, s.shape[1], l.shape[1]):
+            l = l + p[:, column : column + l.shape[1]]
+    else:
+        l = l * alpha + p.sum(axis=1)
+    return p, RowStats(new_m, l), alpha
+
+
+def finish(stats: RowStats) -> tuple[Array, Array]:
+    """``1 / l`` and the natural log-sum-exp; 0 and -inf for rows that saw nothing."""
+    m, l = stats
+    if l.ndim == 2:
+        l = l.sum(axis=1)
+    # A NaN in l is not 0 and stays one.
+    inverse = jnp.where(l == 0.0, 0.0, 1.0 / l)
+    return inverse, (m + jnp.log2(l)) * (1.0 / LOG2_E)

@@ -1,0 +1,312 @@
+"""The Mosaic forward kernel, run by JAX's GPU interpret mode with race detection.
+
+The whole path of a call runs, from the public function to the kernel, on small shapes; only the
+choice of device and the launch are replaced. What interpret mode does not model (layouts, wait
+counts, register pressure) is left to tests/test_aot.py and to a GPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_flash import backends, dot_product_attention, explain, ragged_attention
+from jax_flash.spec import Device
+from pallas_kernels import backend
+from pallas_kernels import forward as kernel
+from tests import oracle64
+
+HOPPER = Device("gpu", "9.0", "NVIDIA H200")
+WITH_RACES = plgpu.InterpretGPUParams(detect_races=True)
+
+
+ON_GPU = jax.default_backend() == "gpu"
+
+
+@pytest.fixture
+def interpreted(monkeypatch, capfd):
+    """Sends calls to the kernel in interpret mode, where no race may be reported.
+
+    On a GPU, asked for with JAX_FLASH_TEST_GPU=1, the same tests run the kernel itself.
+    """
+    if ON_GPU and backends.default_device().compute_capability != "9.0":
+        pytest.skip("needs compute capability 9.0")
+    interpret = {} if ON_GPU else {"interpret": WITH_RACES, "num_blocks": 2}
+
+    def use(**options):
+        attend = functools.partial(backend.attend, **{**interpret, **options})
+        monkeypatch.setattr(backend, "forward", attend)
+
+    use()
+    monkeypatch.setattr(backend, "untested", lambda spec: None)  # these are its tests
+    if not ON_GPU:
+        monkeypatch.setattr(backends, "default_device", lambda: HOPPER)
+    yield use
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def rand(seed, *shape, dtype="bfloat16"):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+
+
+def qkv(batch, tq, tk, hq, hk, d, dv=None, dtype="bfloat16"):
+    return (
+        rand(0, batch, tq, hq, d, dtype=dtype),
+        rand(1, batch, tk, hk, d, dtype=dtype),
+        rand(2, batch, tk, hk, dv or d, dtype=dtype),
+    )
+
+
+def check(result, expected):
+    """Relative error of out as of a computation with rounded probabilities; lse in fp32."""
+    (out, lse), (ref, ref_lse) = (tuple(map(np.asarray, x)) for x in (result, expected))
+    out = out.astype(np.float64)
+    assert np.isfinite(out).all()
+    assert np.linalg.norm(out - ref) <= 4e-3 * max(np.linalg.norm(ref), 1e-30)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(ref_lse))
+    seen = np.isfinite(ref_lse)
+    np.testing.assert_allclose(lse[seen], ref_lse[seen], atol=1e-4)
+    assert (out[~seen] == 0).all()
+
+
+def run(q, k, v, **keywords):
+    """The public call under jit, arrays among the keywords traced."""
+    arrays = {name: x for name, x in keywords.items() if isinstance(x, np.ndarray)}
+    static = {name: x for name, x in keywords.items() if name not in arrays}
+
+    @jax.jit
+    def call(q, k, v, arrays):
+        return dot_product_attention(
+            q, k, v, implementation="mosaic", return_residual=True, **static, **arrays
+        )
+
+    return call(q, k, v, arrays)
+
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+
+# name: shapes (batch, tq, tk, hq, hk, d[, dv]), the call's keywords, the oracle's keywords
+CASES = {
+    "one token": ((1, 1, 1, 1, 1, 64), {}, {}),
+    "odd lengths": ((1, 65, 131, 2, 1, 64), {}, {}),
+    "two rounds": ((1, 200, 136, 3, 3, 64), {"is_causal": True}, {"is_causal": True}),
+    "narrow dims": ((1, 70, 70, 1, 1, 40, 24), {"is_causal": True}, {"is_causal": True}),
+    "D128": ((1, 130, 200, 2, 1, 128), {"is_causal": True, "q_offset": 70}, None),
+    "D192/128": ((1, 64, 130, 1, 1, 192, 128), {}, {}),
+    "D256": ((1, 70, 130, 1, 1, 256), {"is_causal": True, "q_offset": 60}, None),
+    "empty rows": ((1, 150, 64, 1, 1, 64), {"is_causal": True, "q_offset": -70}, None),
+    "window": (
+        (1, 200, 200, 1, 1, 64),
+        {"local_window_size": (40, 20), "q_offset": 10},
+        {"window": (40, 20), "q_offset": 10},
+    ),
+    "causal window": (
+        (1, 260, 260, 1, 1, 128),
+        {"local_window_size": (70, 0), "is_causal": True},
+        {"window": (70, 0), "is_causal": True},
+    ),
+    "offsets": (
+        (2, 100, 150, 1, 1, 64),
+        {"is_causal": True, "q_offset": i32(-30, 50)},
+        {"is_causal": True, "q_offset": i32(-30, 50)},
+    ),
+    "lengths": (
+        (4, 100, 200, 1, 1, 64),
+        {"query_seq_lengths": i32(100, 3, 70, 0), "key_value_seq_lengths": i32(130, 200, 0, 9)},
+        {"q_lengths": i32(100, 3, 70, 0), "kv_lengths": i32(130, 200, 0, 9)},
+    ),
+    "causal lengths": (
+        (2, 150, 150, 2, 1, 128),
+        {"is_causal": True, "key_value_seq_lengths": i32(77, 150)},
+        {"is_causal": True, "kv_lengths": i32(77, 150)},
+    ),
+    "negative scale": ((1, 64, 64, 1, 1, 64), {"scale": -0.3}, None),
+    "zero scale": ((1, 64, 64, 1, 1, 64), {"scale": 0.0}, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_oracle(name, interpreted):
+    shape, keywords, terms = CASES[name]
+    arrays = qkv(*shape)
+    expected = oracle64.attention(*arrays, **(keywords if terms is None else terms))
+    check(run(*arrays, **keywords), expected)
+
+
+def test_float16(interpreted):
+    arrays = qkv(1, 100, 100, 2, 1, 64, dtype="float16")
+    check(run(*arrays, is_causal=True), oracle64.attention(*arrays, is_causal=True))
+
+
+CONFIGS = {
+    "plain": kernel.ForwardConfig(lazy_growth=0.0, partial_sums=False, take_turns=False),
+    "one consumer": kernel.ForwardConfig(num_warpgroups=1, block_kv=64, num_stages=3),
+    "loops for edges": kernel.ForwardConfig(
+        block_kv=64, split_edges=True, early_wait=True, opaque_index=True
+    ),
+    "shared out": kernel.ForwardConfig(block_kv=64, share_out=True),
+    "three consumers": kernel.ForwardConfig(
+        num_warpgroups=3, consumer_registers=160, producer_registers=32, early_wait=True
+    ),
+    "Q in registers": kernel.ForwardConfig(query_registers=True, head_group=2),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_option(name, interpreted):
+    interpreted(config=CONFIGS[name])
+    arrays = qkv(1, 140, 200, 2, 1, 64)
+    keywords = {"is_causal": True, "q_offset": 50}
+    window = (90, 3)
+    expected = oracle64.attention(*arrays, window=window, **keywords)
+    check(run(*arrays, local_window_size=window, **keywords), expected)
+
+
+@pytest.mark.parametrize("window", [None, (30, 0)])
+def test_ragged(window, interpreted):
+    cu_q, cu_k = i32(0, 50, 50, 51, 120, 128), i32(0, 70, 80, 81, 81, 140)
+    q, k, v = (x[0] for x in qkv(1, 135, 150, 2, 1, 64))
+    k[140:], v[140:] = np.nan, np.nan
+    k[70:80], v[70:80] = np.nan, np.nan  # keys of a sequence without queries
+    call = jax.jit(
+        lambda q, k, v, cu_q, cu_k: ragged_attention(
+            q, k, v, cu_q, cu_k, is_causal=True, local_window_size=window,
+            implementation="mosaic", return_residual=True,
+        )
+    )  # fmt: skip
+    expected = oracle64.ragged_attention(
+        q, np.nan_to_num(k), np.nan_to_num(v), cu_q, cu_k, is_causal=True, window=window
+    )
+    check(call(q, k, v, cu_q, cu_k), expected)
+
+
+def test_keys_that_no_query_sees_may_be_nan(interpreted):
+    q, k, v = qkv(2, 100, 200, 1, 1, 64)
+    clean = k.copy(), v.copy()
+    k[0, 90:], v[0, 90:] = np.nan, np.inf
+    k[1, 150:], v[1, 150:] = np.nan, np.nan
+    expected = oracle64.attention(q, *clean, kv_lengths=i32(90, 150))
+    check(run(q, k, v, key_value_seq_lengths=i32(90, 150)), expected)
+    k, v = (x.copy() for x in clean)
+    k[:, 100:], v[:, 100:] = np.nan, np.nan  # past the last causal query
+    check(run(q, k, v, is_causal=True), oracle64.attention(q, *clean, is_causal=True))
+
+
+def test_a_query_that_sees_nan_says_so(interpreted):
+    q, k, v = qkv(1, 64, 64, 1, 1, 64)
+    v[0, 5, 0, 7] = np.nan
+    out, lse = map(np.asarray, run(q, k, v))
+    assert np.isnan(out[..., 7].astype(np.float32)).all()
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("zero", ["batch", "tq", "tk", "dv"])
+def test_zero_sizes(zero, interpreted):
+    sizes = {"batch": 1, "tq": 9, "tk": 9, "hq": 1, "hk": 1, "d": 64, "dv": 64} | {zero: 0}
+    batch, tq, tk, hq, hk, d, dv = sizes.values()
+    arrays = rand(0, batch, tq, hq, d), rand(1, batch, tk, hk, d), rand(2, batch, tk, hk, dv)
+    out, lse = run(*arrays)
+    assert out.shape == (batch, tq, hq, dv)
+    assert lse.shape == (batch, tq, hq)
+    assert not np.asarray(out).any()
+    assert np.isneginf(lse).all() == (zero != "dv" or 0 in lse.shape)
+
+
+def test_vmap_launches_once(interpreted):
+    q, k, v = qkv(2, 64, 64, 1, 1, 64)
+    call = functools.partial(dot_product_attention, implementation="mosaic", is_causal=True)
+    stacked = jax.jit(jax.vmap(call))(q[:, None], k[:, None], v[:, None])[:, 0]
+    np.testing.assert_array_equal(stacked, jax.jit(call)(q, k, v))
+
+
+def test_gradient_has_its_own_implementation(interpreted):
+    q, k, v = qkv(1, 64, 64, 1, 1, 60)  # a head dim that cuDNN refuses
+
+    def loss(q, implementation):
+        out = dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    ours, theirs = (jax.jit(jax.grad(loss), static_argnums=1)(q, x) for x in ("mosaic", "chunked"))
+    ours, theirs = (np.asarray(x).astype(np.float32) for x in (ours, theirs))
+    assert np.linalg.norm(ours - theirs) <= 1e-2 * np.linalg.norm(theirs)
+
+
+@pytest.mark.skipif(ON_GPU, reason="interpret mode runs on the CPU")
+@pytest.mark.parametrize("barrier", ["k_empty", "v_empty", "k_full", "v_full", "q_full"])
+def test_a_removed_barrier_is_caught(barrier, interpreted, monkeypatch, capfd):
+    """Race detection, or a barrier whose phase nobody waits for, notices each wait's absence."""
+    intact = kernel._Kernel.wait
+
+    def wait(self, name, slot=0):
+        if name != barrier:
+            intact(self, name, slot)
+
+    monkeypatch.setattr(kernel._Kernel, "wait", wait)
+    interpreted(num_blocks=1, config=kernel.ForwardConfig(block_kv=64))
+    caught = False
+    try:
+        jax.block_until_ready(run(*qkv(1, 64, 320, 1, 1, 64)))
+    except Exception:  # the interpreter raises different types
+        caught = True
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    races = "RACE DETECTED" in capfd.readouterr().out
+    assert caught or races
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_twenty_runs_are_bit_equal(d, interpreted):
+    arrays = qkv(2, 2000, 2000, 8, 4, d)
+    first = tuple(map(np.asarray, run(*arrays, is_causal=True)))
+    for _ in range(20):
+        for one, other in zip(first, run(*arrays, is_causal=True), strict=True):
+            assert one.tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(interpreted):
+    """And more than 65535 heads in all."""
+    few = jnp.asarray(rand(0, 4, 256, 16, 64))
+    call = jax.jit(functools.partial(dot_product_attention, implementation="mosaic"))
+    many = jnp.tile(few, (2050, 1, 1, 1))
+    out = call(many, many, many)
+    for first in (0, 4096, 8196):
+        np.testing.assert_array_equal(out[first : first + 4], out[:4])
+    np.testing.assert_array_equal(out[:4], call(few, few, few))
+
+
+def refusal(device=HOPPER, **keywords):
+    """What the kernel answers to a call, traced only."""
+    x = jax.ShapeDtypeStruct((2, 64, 4, keywords.pop("d", 64)), keywords.pop("dtype", "bfloat16"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "default_device", lambda: device)
+        report = explain(dot_product_attention, x, x, x, implementation="mosaic", **keywords)
+    return report.decisions[0].reasons.get("mosaic")
+
+
+def test_supports_answers():
+    assert refusal() is None
+    assert refusal(d=256, is_causal=True, local_window_size=7, q_offset=3) is None
+    assert "default device is cpu" in refusal(device=Device("cpu"))
+    assert "9.0" in refusal(device=Device("gpu", "8.0"))
+    assert "9.0" in refusal(device=Device("gpu", "10.0"))
+    assert "float32" in refusal(dtype="float32")
+    assert "257" in refusal(d=257)
+    assert "boolean mask" in refusal(mask=np.ones((1, 1, 64, 64), bool))
+    assert "bias" in refusal(bias=np.ones((1, 1, 64, 64), np.float32))
+    assert "soft_cap" in refusal(logits_soft_cap=3.0)
+    assert "sinks" in refusal(sinks=np.ones(4, np.float32))
+    assert "alibi" in refusal(alibi_slopes=np.ones(4, np.float32))
+    segments = np.zeros((2, 64), np.int32)
+    assert "segment" in refusal(query_segment_ids=segments, key_value_segment_ids=segments)
+
+
+def test_configs_ask_for_no_more_than_there_is():
+    with pytest.raises(ValueError, match="consumer_registers=120"):
+        kernel.ForwardConfig(num_warpgroups=4, consumer_registers=120, producer_registers=32)
