@@ -277,10 +277,16 @@ def append(
     if heads_axis < tokens_axis:
         head = jnp.arange(key_pages.shape[heads_axis], dtype=jnp.int32)
         where = (page[:, None], head[None], slot[:, None])
-    return (
-        key_pages.at[where].set(new_key, mode="drop"),
-        value_pages.at[where].set(new_value, mode="drop"),
-    )
+
+    def scatter(pool: Array, new: Array) -> Array:
+        if pool.dtype.itemsize > 1 or pool.dtype == jnp.int8:
+            return pool.at[where].set(new, mode="drop")
+        # As bytes: XLA would widen a whole pool of 8-bit floats to scatter into it.
+        pool_bytes, new_bytes = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (pool, new))
+        pool_bytes = pool_bytes.at[where].set(new_bytes, mode="drop")
+        return jax.lax.bitcast_convert_type(pool_bytes, pool.dtype)
+
+    return scatter(key_pages, new_key), scatter(value_pages, new_value)
 
 
 def merge(outs: Array, lses: Array) -> tuple[Array, Array]:

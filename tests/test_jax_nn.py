@@ -102,7 +102,7 @@ def calls(draw, dtypes=DTYPES, infinite_bias=True):
     return arrays, options
 
 
-def assert_close(got, want, plain, name):
+def assert_close(got, want, plain, name, roundings=4):
     """Asserts that `got` is as near to `want` as `plain` is, and finite where `want` is."""
     unit = float(jnp.finfo(got.dtype).eps)
     got, plain = (np.asarray(x, np.float64) for x in (got, plain))
@@ -110,7 +110,9 @@ def assert_close(got, want, plain, name):
     np.testing.assert_array_equal(got[~finite], want[~finite], err_msg=name)
     got, plain, want = got[finite], plain[finite], want[finite]
     assert np.isfinite(got).all(), f"{name} is not finite"
-    allowed = 2 * np.abs(plain - want).max(initial=0) + 4 * unit * np.abs(want).max(initial=1)
+    allowed = 2 * np.abs(plain - want).max(initial=0) + roundings * unit * np.abs(want).max(
+        initial=1
+    )
     assert np.abs(got - want).max(initial=0) <= allowed, name
 
 
@@ -135,17 +137,17 @@ def test_its_signature_begins_with_that_of_jax_nn():
         assert default is not inspect.Parameter.empty
 
 
-@examples(max_examples=12)
-@hypothesis.given(calls())
-def test_every_documented_argument_means_what_it_does_in_jax_nn(call):
+@examples(max_examples=20)
+@hypothesis.given(calls(), st.sampled_from(PLAIN))
+def test_every_documented_argument_means_what_it_does_in_jax_nn(call, implementation):
     arrays, options = call
 
     @fast_jit
     def run(arrays):
         keywords = arrays | options | {"return_residual": True}
-        return [ours(i)(**keywords) for i in PLAIN], jax_nn(**keywords)
+        return ours(implementation)(**keywords), jax_nn(**keywords)
 
-    results, (their_out, their_lse) = run(arrays)
+    (our_out, our_lse), (their_out, their_lse) = run(arrays)
     out, lse = oracle.attention(**oracle_arguments(arrays, options))
     out, lse = out.reshape(their_out.shape), lse.reshape(their_lse.shape)
     # Documented differences: jax.nn averages all values in a row that sees no key, gives it the
@@ -153,16 +155,15 @@ def test_every_documented_argument_means_what_it_does_in_jax_nn(call):
     empty = np.isneginf(lse)
     plain_out = np.where(empty[..., None], 0.0, their_out)
     plain_lse = np.where(empty, -np.inf, their_lse)
-    for our_out, our_lse in results:
-        assert our_out.dtype == their_out.dtype
-        assert our_lse.dtype == jnp.float32
-        assert_close(our_out, out, plain_out, "out")
-        assert_close(our_lse, lse, plain_lse, "lse")
+    assert our_out.dtype == their_out.dtype
+    assert our_lse.dtype == jnp.float32
+    assert_close(our_out, out, plain_out, "out")
+    assert_close(our_lse, lse, plain_lse, "lse")
 
 
-@examples(max_examples=3)
-@hypothesis.given(calls(dtypes=("float32",), infinite_bias=False))
-def test_gradients_are_those_of_jax_nn(call):
+@examples(max_examples=6)
+@hypothesis.given(calls(dtypes=("float32",), infinite_bias=False), st.sampled_from(PLAIN))
+def test_gradients_are_those_of_jax_nn(call, implementation):
     arrays, options = call
     floats = {name: arrays.pop(name) for name in NAMES[:4] if name in arrays}
     truth = oracle_arguments(floats | arrays, options)
@@ -176,23 +177,28 @@ def test_gradients_are_those_of_jax_nn(call):
 
     @fast_jit
     def run(floats):
-        return [gradients(ours(i), floats) for i in PLAIN], gradients(jax_nn, floats)
+        return gradients(ours(implementation), floats), gradients(jax_nn, floats)
 
-    results, theirs = run(floats)
+    got, theirs = run(floats)
     grads = oracle.attention_grads(do=do.reshape(truth["q"].shape), **truth)
     for name, short in zip(NAMES[:4], ("dq", "dk", "dv", "dbias"), strict=True):
-        for ours_of in (result[name] for result in results if name in floats):
-            assert ours_of.dtype == jnp.float32
-            want = grads[short].reshape(ours_of.shape)
-            assert_close(ours_of, want, theirs[name].reshape(want.shape), short)
+        if name in floats:
+            assert got[name].dtype == jnp.float32
+            want = grads[short].reshape(got[name].shape)
+            plain = theirs[name].reshape(want.shape)
+            # A broadcast bias sums over a hundred terms that cancel.
+            assert_close(got[name], want, plain, short, roundings=32)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_numpy_arrays_and_array_scalars_are_accepted(implementation):
     q, k, v = rand(2, 3, 4, 8), rand(2, 5, 2, 8), rand(2, 5, 2, 8, seed=1)
-    want = jax_nn(q, k, v, scale=0.5)
-    for scale in (np.float32(0.5), np.array(0.5), jnp.float32(0.5)):
-        got = ours(implementation)(q, k, v, scale=scale)
+    attention = ours(implementation)
+    scales = (np.float32(0.5), np.array(0.5), jnp.float32(0.5))
+    want, *alike = fast_jit(
+        lambda: (jax_nn(q, k, v, scale=0.5), *(attention(q, k, v, scale=x) for x in scales))
+    )()
+    for got in alike:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
