@@ -69,9 +69,9 @@ def _check_heads(query: Array, key: Array, value: Array, names: tuple[str, str, 
 def _check_head_ratio(q_heads: int, kv_heads: int) -> None:
     if q_heads and (kv_heads == 0 or q_heads % kv_heads):
         raise checks.value_error(
-            "number of query heads",
+            "heads of query",
             q_heads,
-            f"must be a multiple of the number of key/value heads, {kv_heads}",
+            f"must be a multiple of the heads of key and value, {kv_heads}",
             "Choose Hq and Hk with Hq % Hk == 0",
         )
 
@@ -123,7 +123,7 @@ def dense_call(
                 "bias.dtype",
                 bias.dtype,
                 "must be floating point",
-                "Pass a boolean array as mask=, where True means visible",
+                "Cast it to float32, or pass a boolean array as mask=",
             )
         bias = checks.as_broadcastable("bias", bias, full, layout)
     if mask is not None:
@@ -191,7 +191,7 @@ def _split_offset(q_offset: Any, batch: int) -> tuple[int, Array | None]:
         return int(q_offset), None
     if not hasattr(q_offset, "dtype"):
         raise checks.type_error(
-            "q_offset", q_offset, "must be an int or an int32 array [B]", "Pass a whole number"
+            "q_offset", q_offset, "must be an int or an int32 array [B]", "Use an int, or jnp.array"
         )
     offsets = checks.as_index_array("q_offset", q_offset)
     values = checks.known_values(q_offset)
@@ -268,7 +268,9 @@ def decode_call(
     **terms: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """The canonical form of :func:`jax_flash.decode_attention`."""
-    query, key, value = _as_cache("key_cache", "value_cache", query, key_cache, value_cache)
+    query, key, value = _as_cache(
+        ("key_cache", "value_cache"), "[B, S, Hk, D]", query, key_cache, value_cache
+    )
     batch, kv_len, kv_heads = key.shape[:3]
     if batch != query.shape[0]:
         raise checks.value_error(
@@ -300,7 +302,13 @@ def paged_call(
     **terms: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """The canonical form of :func:`jax_flash.paged_attention`."""
-    query, key, value = _as_cache("key_pages", "value_pages", query, key_pages, value_pages)
+    query, key, value = _as_cache(
+        ("key_pages", "value_pages"),
+        "[P, Hk, S, D] or [P, S, Hk, D]",
+        query,
+        key_pages,
+        value_pages,
+    )
     heads_axis, tokens_axis = page_axes(page_layout)
     kv_heads, page_size = key.shape[heads_axis], key.shape[tokens_axis]
     _check_head_ratio(query.shape[2], kv_heads)
@@ -331,13 +339,14 @@ def paged_call(
 
 
 def _as_cache(
-    key_name: str, value_name: str, query: Any, key: Any, value: Any
+    cache_names: tuple[str, str], cache_layout: str, query: Any, key: Any, value: Any
 ) -> tuple[Array, Array, Array]:
     """Query, key and value with four axes each, and a cache dtype that the query can use."""
+    key_name, value_name = cache_names
     arrays = []
     for name, x in (("query", query), (key_name, key), (value_name, value)):
         x = checks.as_array(name, x)
-        layout = "[B, new_tokens, Hq, D]" if name == "query" else "four axes, the last one D"
+        layout = "[B, new_tokens, Hq, D]" if name == "query" else cache_layout
         checks.check_rank(name, x, (4,), layout)
         arrays.append(x)
     query, key, value = arrays
@@ -370,10 +379,6 @@ def _as_scales(
         if scale is None:
             continue
         array = checks.as_array(name, scale)
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise checks.type_error(
-                f"{name}.dtype", array.dtype, "must be floating point", "Pass a float32 scale"
-            )
         heads = max(per_head)
         shapes = {(): (1, 1, 1), (heads,): per_head, key.shape[:3]: key.shape[:3]}
         if array.shape not in shapes:
@@ -418,7 +423,7 @@ def append_call(
     pools, tokens = [], []
     for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
         pool = checks.as_array(name, x)
-        checks.check_rank(name, pool, (4,), "four axes, the last one D")
+        checks.check_rank(name, pool, (4,), "[P, Hk, S, D] or [P, S, Hk, D]")
         if pool.dtype not in QUERY_DTYPES + QUANTISED_DTYPES:
             raise checks.type_error(
                 f"{name}.dtype",
@@ -443,7 +448,13 @@ def append_call(
     )
     for name, x, scale_name, scale, pool in new:
         shape = (slots.shape[0], heads, pool.shape[3])
-        x = checks.as_float_array(name, x, shape, "[tokens, Hk, D]")
+        x = checks.as_array(name, x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise checks.type_error(
+                f"{name}.dtype", x.dtype, "must be floating point", f"Cast {name} to float32"
+            )
+        layout = "[tokens, Hk, D] with one token for each entry of slot_mapping"
+        checks.check_shape(name, x, shape, layout, "Match the tokens, and the pool's heads and dim")
         tokens.append(_quantise(x, scale_name, scale, pool.dtype))
     return pools[0], pools[1], tokens[0], tokens[1], slots
 

@@ -59,7 +59,7 @@ def as_broadcastable(name: str, x: Array, shape: Sequence[int], layout: str) -> 
             f"{name}.shape",
             x.shape,
             f"must be broadcastable to {layout} = {tuple(shape)}",
-            "Make each axis 1 or the full size",
+            "Make each axis 1 or the full size (for keys [B, Tk]: x[:, None, None, :])",
         )
     return x.reshape(full)
 
@@ -157,9 +157,9 @@ def as_bool(name: str, x: Any) -> bool:
     if not isinstance(x, bool | np.bool_):
         raise type_error(
             name,
-            type(x).__name__,
+            x,
             "must be a Python bool, known when the function is traced",
-            f"Mark {name} as a static argument",
+            "Pass True or False, or name it in static_argnames of jax.jit",
         )
     return bool(x)
 
@@ -178,7 +178,10 @@ def as_window(window: Any) -> tuple[int, int] | None:
         or any(isinstance(side, bool) for side in pair)
     ):
         raise type_error(
-            name, window, "must be an int or a pair of ints (left, right)", "Use None for no window"
+            name,
+            window,
+            "must be an int or a pair of ints (left, right), known when the function is traced",
+            "Use a large number for a side without limit, None for no window",
         )
     left, right = (int(side) for side in pair)
     if left < 0 or right < 0:
@@ -191,9 +194,9 @@ def as_real(name: str, x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, numbers.Real | np.number):
         raise type_error(
             name,
-            type(x).__name__,
+            repr(x),
             "must be a Python number, known when the function is traced",
-            f"Mark {name} as a static argument",
+            "Pass float(x), or name it in static_argnames of jax.jit",
         )
     value = float(x)
     if not np.isfinite(value):
@@ -239,8 +242,8 @@ def as_parts(outs: Any, lses: Any) -> tuple[Array, Array]:
                 raise value_error(
                     f"shapes of {name}",
                     sorted(shapes),
-                    "must all be equal, at least one",
-                    "Pad them",
+                    "there must be at least one part, and all of one shape",
+                    "Merge parts that have the same queries and heads",
                 )
             dtypes = {str(part.dtype) for part in parts}
             if len(dtypes) != 1:
@@ -257,7 +260,9 @@ def as_parts(outs: Any, lses: Any) -> tuple[Array, Array]:
         raise value_error(
             "outs.shape", out.shape, "must be [parts, ..., Dv]", "Stack the parts on a leading axis"
         )
-    check_shape("lses", lse, out.shape[:-1], "the shape of outs without Dv", "Match the parts")
+    check_shape(
+        "lses", lse, out.shape[:-1], "the shape of outs without Dv", "Pass the lse of each out"
+    )
     return out, lse
 
 

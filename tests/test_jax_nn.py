@@ -110,9 +110,8 @@ def assert_close(got, want, plain, name, roundings=4):
     np.testing.assert_array_equal(got[~finite], want[~finite], err_msg=name)
     got, plain, want = got[finite], plain[finite], want[finite]
     assert np.isfinite(got).all(), f"{name} is not finite"
-    allowed = 2 * np.abs(plain - want).max(initial=0) + roundings * unit * np.abs(want).max(
-        initial=1
-    )
+    allowed = 2 * np.abs(plain - want).max(initial=0)
+    allowed += roundings * unit * np.abs(want).max(initial=1)
     assert np.abs(got - want).max(initial=0) <= allowed, name
 
 
