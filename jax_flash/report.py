@@ -19,7 +19,8 @@ class Report:
     ``str(report)`` is a table.
 
     Attributes:
-        decisions: one for each attention call.
+        decisions: one for each attention call that was traced; what JAX traces once, such as the
+            body of a scan, counts once.
     """
 
     decisions: tuple[backends.Decision, ...]
