@@ -88,7 +88,8 @@ def dot_product_attention(
 
     Returns:
         out ``[B, Tq, Hq, Dv]`` (or ``[Tq, Hq, Dv]``) in the query's dtype; with ``return_residual``
-        the pair ``(out, lse)``, lse ``[B, Tq, Hq]`` (or ``[Tq, Hq]``) in fp32, natural log.
+        the pair ``(out, lse)``, lse ``[B, Tq, Hq]`` (or ``[Tq, Hq]``) in fp32 (fp64 for fp64
+        inputs), natural log.
 
     Raises:
         ValueError: a wrong shape, a value out of range, or an unknown implementation.
@@ -371,8 +372,8 @@ def append_kv(
         new_value: floating point ``[tokens, Hk, Dv]``.
         slot_mapping: int32 ``[tokens]``.
         page_layout: ``"HND"`` or ``"NHD"``.
-        k_scale: scalar or ``[Hk]``; the stored key is ``new_key / k_scale``, rounded and saturated
-            to the pool's dtype.
+        k_scale: scalar or ``[Hk]``; the stored key is ``new_key / k_scale``, rounded to the pool's
+            dtype. An 8-bit pool saturates; int8 has no NaN and stores 0 for it.
         v_scale: likewise for the values.
 
     Returns:
@@ -398,8 +399,10 @@ def merge_attention(
         lses: their natural-log log-sum-exps ``[...]``, likewise. A part that saw no key has -inf.
 
     Returns:
-        out ``[..., Dv]`` in the dtype of the parts and lse ``[...]`` in fp32; differentiable in
-        both arguments. Where all parts are -inf: out 0, lse -inf, zero gradients.
+        out ``[..., Dv]`` in the dtype of the parts and lse ``[...]`` in fp32 (fp64 for fp64
+        parts); differentiable in both arguments. Where all parts are -inf: out 0, lse -inf, zero
+        gradients. A sink is best left out of the parts and merged as one of its own, with out 0 and
+        the sink as its lse: a part that sees no key has lse -inf, with or without a sink.
 
     Raises:
         ValueError: numbers of parts or shapes that do not agree.
@@ -417,7 +420,7 @@ def _attend(
     implementation: Implementation,
     drop_batch: bool = False,
 ) -> Any:
-    name = backends.choose(spec, implementation)
+    name = backends.choose(spec, implementation, operands.query)
     out, lse = keep_query_sharding(lambda operands: vjp.attend(spec, operands, name), operands)
     if drop_batch:
         out, lse = out[0], lse[0]

@@ -9,7 +9,8 @@ An implementation is a module, loaded by name at first use, with
 - ``declines(spec, device) -> str | None``, optional: a reason to leave a call that it could run to
   a later implementation of the table when the choice is automatic;
 - ``forward(spec, operands) -> (out, lse)``;
-- ``backward(spec, residuals, do, dlse) -> Operands`` if FUSED (see :mod:`jax_flash.vjp`).
+- ``backward(spec, residuals, do, delta) -> Gradients``, optional, if FUSED
+  (:class:`jax_flash.vjp.Residuals`, :class:`jax_flash.vjp.Gradients`).
 
 This is the only file that names implementations. Kernel packages are loaded by string, so a CPU
 installation imports none of them.
@@ -18,12 +19,14 @@ installation imports none of them.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import jax
@@ -41,6 +44,7 @@ _TABLE = {
     "chunked": "jax_flash.chunked",
     "xla": "jax_flash.reference",
 }
+_NEEDS_GPU = ("mosaic", "cuda", "cudnn")
 _PLAIN_XLA = ("chunked", "xla")
 
 NAMES = tuple(_TABLE)
@@ -70,12 +74,14 @@ class Decision:
         device: the device it was chosen for.
         chosen: the name of the implementation, or None if none can run the call.
         reasons: for each implementation that was asked and not chosen, why.
+        is_gradient: whether this is about the derivative of a kernel that has none of its own.
     """
 
     spec: AttentionSpec
     device: Device
     chosen: str | None
     reasons: dict[str, str]
+    is_gradient: bool = False
 
 
 @functools.cache
@@ -88,12 +94,17 @@ def load(name: str) -> Backend | str:
         if error.name is not None and module.startswith(error.name):
             return f"not built: this installation has no module {module}"
         return f"not built: {module} needs the module {error.name}, which is not installed"
-    except ImportError as error:
-        return f"not built: {module} cannot be imported ({error})"
+    except Exception as error:  # such as an API of JAX that has moved: the others must still run
+        return f"not built: {module} cannot be imported ({type(error).__name__}: {error})"
 
 
-def default_device() -> Device:
-    """The facts about the device on which a traced call will run."""
+def device_of(query: Array | None = None) -> Device:
+    """The facts about the device on which a call will run.
+
+    A traced array does not say where it is: then it is JAX's default device.
+    """
+    if isinstance(query, jax.Array) and not isinstance(query, jax.core.Tracer):
+        return device_facts(next(iter(query.devices())))
     default = jax.config.jax_default_device
     if isinstance(default, str):
         return device_facts(jax.devices(default)[0])
@@ -108,16 +119,24 @@ def device_facts(device: jax.Device) -> Device:
 
 def reason_against(name: str, spec: AttentionSpec, device: Device) -> str | None:
     """Why the implementation cannot run the call; None if it can."""
+    if name in _NEEDS_GPU and device.platform != "gpu" and _is_installed(_TABLE[name]):
+        return f"needs an NVIDIA GPU; the device is {device.platform}"
     backend = load(name)
-    return backend if isinstance(backend, str) else _ask(backend.supports, spec, device)
-
-
-def _ask(question: Callable[..., str | None], spec: AttentionSpec, device: Device) -> str | None:
-    """The answer; a reason where it depends on a symbolic size (shape-polymorphic export)."""
-    try:
-        return question(spec, device)
-    except jax.errors.InconclusiveDimensionOperation:
+    if isinstance(backend, str):
+        return backend
+    sizes = [size for x in jax.tree.leaves(spec.arrays) for size in x.shape]
+    if name != NAMES[-1] and not all(isinstance(size, int) for size in sizes):
         return "needs sizes that are known when the call is traced; some are symbolic"
+    return backend.supports(spec, device)
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    """Whether a module is there, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -154,7 +173,7 @@ def decide(
         reason = reason_against(name, spec, device)
         if reason is None and implementation is None:
             declines = getattr(load(name), "declines", None)
-            reason = _ask(declines, spec, device) if declines else None
+            reason = declines(spec, device) if declines else None
         if reason is None:
             chosen = name
             break
@@ -162,16 +181,16 @@ def decide(
     return Decision(spec, device, chosen, reasons)
 
 
-def choose(spec: AttentionSpec, implementation: str | Sequence[str] | None) -> str:
-    """The name of the implementation that runs the call.
+def choose(spec: AttentionSpec, implementation: str | Sequence[str] | None, query: Array) -> str:
+    """The name of the implementation that runs the call, where the query is.
 
     Raises:
         ValueError: an unknown name.
         UnsupportedError: none of the implementations named by the caller can run the call.
     """
-    decision = decide(spec, implementation, default_device())
-    if _recordings:
-        _recordings[-1].append(decision)
+    decision = decide(spec, implementation, device_of(query))
+    if (record := _recording.get()) is not None:
+        record.append(decision)
         return decision.chosen or "xla"  # the report says it; the trace goes on
     if decision.chosen is None:
         raise UnsupportedError(
@@ -185,15 +204,25 @@ def choose(spec: AttentionSpec, implementation: str | Sequence[str] | None) -> s
 
 
 def differentiable(spec: AttentionSpec) -> Backend:
-    """The first implementation that supports the call and is differentiable JAX."""
-    device = default_device()
+    """The first implementation that supports the call and is differentiable JAX.
+
+    It gives a kernel without ``backward`` its gradient.
+    """
+    device, reasons = device_of(), {}
     for name in NAMES:
-        backend = load(name)
-        if isinstance(backend, str) or backend.FUSED:
-            continue
-        if backend.supports(spec, device) is None:
-            return backend
-    raise AssertionError("unreachable: the last implementation supports everything")
+        reason = reason_against(name, spec, device)
+        backend = load(name) if reason is None else None
+        if backend is not None and not isinstance(backend, str) and not backend.FUSED:
+            break
+        reasons[name] = reason or "has no backward kernel yet"
+    assert backend is not None  # the last one supports everything
+    assert not isinstance(backend, str)
+    decision = Decision(spec, device, name, reasons, is_gradient=True)
+    if (record := _recording.get()) is not None:
+        record.append(decision)
+    elif device.platform == "gpu":
+        _warn_about_plain_xla(decision)
+    return backend
 
 
 def _warn_about_plain_xla(decision: Decision) -> None:
@@ -204,15 +233,18 @@ def _warn_about_plain_xla(decision: Decision) -> None:
     if reasons in _warned:
         return
     _warned.add(reasons)
+    subject = f"{'the gradient of ' * decision.is_gradient}attention ({decision.spec})"
     warnings.warn(
-        f"jax_flash: attention ({decision.spec}) runs on plain XLA ({decision.chosen!r}), although "
-        f"a GPU is present. " + "; ".join(f"{name}: {reason}" for name, reason in reasons),
+        f"jax_flash: {subject} runs on plain XLA ({decision.chosen!r}), although a GPU is present. "
+        + "; ".join(f"{name}: {reason}" for name, reason in reasons),
         skip_file_prefixes=(os.path.dirname(__file__),),
     )
 
 
 _warned: set[tuple[tuple[str, str], ...]] = set()
-_recordings: list[list[Decision]] = []
+_recording: contextvars.ContextVar[list[Decision] | None] = contextvars.ContextVar(
+    "jax_flash_recording", default=None
+)
 _num_recordings = 0
 
 
@@ -226,9 +258,9 @@ def recording() -> Iterator[list[Decision]]:
     global _num_recordings
     _num_recordings += 1
     decisions: list[Decision] = []
-    _recordings.append(decisions)
+    token = _recording.set(decisions)
     try:
         with set_xla_metadata(jax_flash_recording=_num_recordings):
             yield decisions
     finally:
-        _recordings.pop()
+        _recording.reset(token)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import checks
-from jax_flash.mask import Mask, packed_mask
+from jax_flash.mask import MAX_OFFSET, Mask, packed_mask
 from jax_flash.spec import (
     QUANTISED_DTYPES,
     QUERY_DTYPES,
@@ -72,7 +72,7 @@ def _check_head_ratio(q_heads: int, kv_heads: int) -> None:
             "heads of query",
             q_heads,
             f"must be a multiple of the heads of key and value, {kv_heads}",
-            "Choose Hq and Hk with Hq % Hk == 0",
+            "Choose Hq and Hk with Hq % Hk == 0, and check the order of axes (page_layout)",
         )
 
 
@@ -100,7 +100,7 @@ def dense_call(
     **terms: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """The canonical form of :func:`jax_flash.dot_product_attention`."""
-    given_key_shape = np.shape(key)
+    given_key_shape = getattr(key, "shape", None)
     query, key, value = (
         _with_batch(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -110,7 +110,7 @@ def dense_call(
     if key.shape[0] != batch:
         raise checks.value_error(
             "key.shape",
-            given_key_shape,
+            given_key_shape or key.shape,
             f"the batch must be that of query, {batch}",
             "Give each batch element its keys",
         )
@@ -184,9 +184,9 @@ def dense_call(
 def _split_offset(q_offset: Any, batch: int) -> tuple[int, Array | None]:
     """An offset as its static part and its traced part ``[B|1, 1]``."""
     if isinstance(q_offset, int | np.integer) and not isinstance(q_offset, bool):
-        if abs(int(q_offset)) >= 2**30:
+        if abs(int(q_offset)) > MAX_OFFSET:
             raise checks.value_error(
-                "q_offset", q_offset, "must lie within +-2**30", "Shift the positions"
+                "q_offset", q_offset, "must lie within +-2**29", "Shift the positions"
             )
         return int(q_offset), None
     if not hasattr(q_offset, "dtype"):
@@ -195,10 +195,13 @@ def _split_offset(q_offset: Any, batch: int) -> tuple[int, Array | None]:
         )
     offsets = checks.as_index_array("q_offset", q_offset)
     values = checks.known_values(q_offset)
-    if values is not None and values.size and np.abs(values).max() >= 2**30:
-        raise checks.value_error(
-            "q_offset", np.abs(values).max(), "must lie within +-2**30", "Shift the positions"
-        )
+    if values is not None and values.size:
+        for bound in (values.min(), values.max()):
+            if not -MAX_OFFSET <= bound <= MAX_OFFSET:
+                raise checks.value_error(
+                    "q_offset", bound, "must lie within +-2**29", "Shift the positions"
+                )
+    offsets = jnp.clip(offsets, -MAX_OFFSET, MAX_OFFSET)
     if offsets.ndim == 0:
         return 0, offsets.reshape(1, 1)
     checks.check_shape("q_offset", offsets, (batch,), "[B]", "Give one offset a batch element")

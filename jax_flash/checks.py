@@ -29,7 +29,10 @@ def as_array(name: str, x: Any) -> Array:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise type_error(
-            name, type(x).__name__, "must be an array", "Pass a jax.Array or a NumPy array"
+            name,
+            type(x).__name__,
+            "must be an array",
+            "Pass a jax.Array or a NumPy array; only explain takes shapes",
         ) from error
 
 
@@ -97,7 +100,12 @@ def as_index_array(name: str, x: Any) -> Array:
             raise value_error(
                 name, values[outside][0], "must fit into int32", "Split the call into smaller ones"
             )
-    return jnp.asarray(x).astype(jnp.int32)
+    array = jnp.asarray(x)
+    if array.dtype.itemsize > 4 or array.dtype == jnp.uint32:
+        # Not wrapped around: what no int32 can hold is out of every range all the same.
+        low = jnp.asarray(max(limits.min, jnp.iinfo(array.dtype).min), array.dtype)
+        array = jnp.clip(array, low, jnp.asarray(limits.max, array.dtype))
+    return array.astype(jnp.int32)
 
 
 def known_values(x: Any) -> np.ndarray | None:
@@ -191,7 +199,8 @@ def as_window(window: Any) -> tuple[int, int] | None:
 
 def as_real(name: str, x: Any) -> float:
     """A finite static number."""
-    if isinstance(x, bool) or not isinstance(x, numbers.Real | np.number):
+    is_real = isinstance(x, numbers.Real | np.floating | np.integer)
+    if isinstance(x, bool | np.bool_) or not is_real:
         raise type_error(
             name,
             repr(x),
@@ -214,11 +223,17 @@ def as_soft_cap(soft_cap: Any) -> float | None:
     return value
 
 
+def as_rate(name: str, x: Any) -> float:
+    """A probability."""
+    value = as_real(name, x)
+    if not 0.0 <= value <= 1.0:
+        raise value_error(name, value, "must lie in [0, 1]", "Pass a probability")
+    return value
+
+
 def as_dropout(rate: Any, rng: Any) -> tuple[float, Array | None]:
     """The dropout rate and its key (None when nothing is dropped)."""
-    value = as_real("dropout_rate", rate)
-    if not 0.0 <= value <= 1.0:
-        raise value_error("dropout_rate", value, "must lie in [0, 1]", "Pass a probability")
+    value = as_rate("dropout_rate", rate)
     if value == 0.0:
         return value, None
     remedy = "Pass dropout_rng=jax.random.key(seed), or dropout_rate=0.0 for evaluation"

@@ -32,14 +32,7 @@ _MAX_BLOCK = 1024
 # Below this many logits the dense implementation is faster, and small enough.
 _DENSE_LOGITS = 2**25
 
-
-def supports(spec: AttentionSpec, device: Device) -> str | None:
-    """Every valid call of known sizes, on every device."""
-    del device
-    sizes = (spec.batch, spec.num_q_heads, spec.q_len, spec.kv_len)
-    if not all(isinstance(size, int) for size in sizes):
-        return "needs sizes that are known when the call is traced; some are symbolic"
-    return None
+supports = reference.supports
 
 
 def declines(spec: AttentionSpec, device: Device) -> str | None:
@@ -56,7 +49,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
     operands = reference.dense_operands(spec, operands)
     mask, bias = operands.mask, operands.bias
     q_len, kv_len = spec.q_len, spec.kv_len
-    if 0 in (q_len, kv_len, spec.num_q_heads):
+    if 0 in (spec.batch, q_len, kv_len, spec.num_q_heads):
         return reference.forward(spec, operands)
     block = _block_size(spec)
     block_q, block_kv = min(block, max(q_len, 1)), min(block, max(kv_len, 1))
@@ -121,9 +114,10 @@ def _attend_rows(
     block_kv: int,
 ) -> tuple[Array, Array]:
     """One block of queries against all blocks of keys."""
-    # TF32 products of bf16 and fp16 numbers are exact; fp32 inputs are multiplied in fp32.
-    low_precision = jnp.finfo(spec.dtype).bits < 32
-    precision = "default" if low_precision else "highest"
+    # On a GPU "default" is TF32, whose products of bf16 and fp16 numbers are exact and which rounds
+    # probabilities less than bf16 would. All else is multiplied in full.
+    is_low = jnp.finfo(spec.dtype).bits < 32 and spec.kv_dtype == spec.dtype
+    precision = "default" if is_low else "highest"
     row_index = rows["first_row"] + jnp.arange(block_q, dtype=jnp.int32)
 
     def columns_of(block: Blocks) -> Array:

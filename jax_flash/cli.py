@@ -35,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--head-dim", 64, "head dim of queries and keys"),
         ("--value-dim", None, "head dim of values (default: that of keys)"),
     ):
-        explain.add_argument(name, type=int, default=default, help=meaning, metavar="N")
-    explain.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
+        explain.add_argument(name, type=_size, default=default, help=meaning, metavar="N")
+    dtypes = ("bfloat16", "float16", "float32")
+    explain.add_argument("--dtype", default="bfloat16", choices=dtypes)
     explain.add_argument("--causal", action="store_true", help="causal mask")
     explain.add_argument("--window", type=int, metavar="W", help="local window of W on each side")
     explain.add_argument("--residual", action="store_true", help="also return the log-sum-exp")
@@ -48,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"jax-flash: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+    return int(text)
 
 
 def _info() -> str:

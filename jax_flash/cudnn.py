@@ -38,7 +38,7 @@ FUSED = False
 def supports(spec: AttentionSpec, device: Device) -> str | None:
     """None where cuDNN computes this call under our contract, else the reason why not."""
     if device.platform != "gpu" or device.compute_capability is None:
-        return f"needs an NVIDIA GPU; the default device is {device.platform}"
+        return f"needs an NVIDIA GPU; the device is {device.platform}"
     capability = float(device.compute_capability)
     max_head_dim = 256 if capability >= 9.0 else 128
     if capability < 8.0:

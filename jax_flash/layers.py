@@ -101,9 +101,11 @@ def attention_fn(
             )
     full = (*batch_shape, query.shape[-2], query.shape[-3], key.shape[-3])
     if mask is not None:
-        mask = checks.as_broadcastable("mask", mask.astype(bool), full, "[batch..., Hq, Tq, Tk]")
+        mask = checks.as_array("mask", mask).astype(bool)
+        mask = checks.as_broadcastable("mask", mask, full, "[batch..., Hq, Tq, Tk]")
         mask = _flatten_batch(mask, batch_shape)
     if bias is not None:
+        bias = checks.as_array("bias", bias)
         bias = checks.as_broadcastable("bias", bias, full, "[batch..., Hq, Tq, Tk]")
         bias = _flatten_batch(bias, batch_shape)
     if mask is not None and query.shape[-3] == 1 and key.shape[-3] > 1:
@@ -247,7 +249,8 @@ class FlashCausalSelfAttention(nnx.Module):
                 f"must divide in_features, {in_features}, when head_dim is not given",
                 "Pass head_dim, or change one of them",
             )
-        self.head_dim = in_features // num_heads if head_dim is None else head_dim
+        head_dim = in_features // num_heads if head_dim is None else head_dim
+        self.head_dim = _positive("head_dim", head_dim)
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             raise checks.value_error(
                 "num_kv_heads",
@@ -264,7 +267,7 @@ class FlashCausalSelfAttention(nnx.Module):
             )
         self.in_features = in_features
         self.rope_theta = rope_theta
-        self.dropout_rate = dropout_rate
+        self.dropout_rate = checks.as_rate("dropout_rate", dropout_rate)
         self.dtype = dtype
         self.implementation = implementation
         qkv_features = (num_heads + 2 * self.num_kv_heads) * self.head_dim

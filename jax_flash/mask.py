@@ -21,6 +21,10 @@ import numpy as np
 Array = jax.Array
 
 
+# Offsets, window sides and lengths stay within this, so that sums of two or three fit into int32.
+MAX_OFFSET = 2**29
+
+
 class TileRanges(NamedTuple):
     """Key tiles to visit for each query tile, as int32 arrays ``[B|1, num_q_tiles]``.
 
@@ -111,8 +115,8 @@ class Mask:
         if self.is_causal:
             end = xp.minimum(position + np.int32(1), xp.int32(end))
         if self.window is not None:
-            # Sides longer than any row can use are clipped, so that int32 cannot overflow.
-            left, right = (np.int32(min(side, 2**30)) for side in self.window)
+            # Positions lie within +-2**30, and so do clipped sides: int32 cannot overflow.
+            left, right = (np.int32(min(side, MAX_OFFSET)) for side in self.window)
             start = xp.maximum(position - left, np.int32(start))
             end = xp.minimum(position + (right + np.int32(1)), end)
         return start, end

@@ -22,7 +22,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash.mask import dropout_keep
-from jax_flash.spec import AttentionSpec, Device, Operands, page_axes, wide_dtype
+from jax_flash.spec import (
+    AttentionSpec,
+    Device,
+    Operands,
+    finite_product,
+    page_axes,
+    wide_dtype,
+)
 
 Array = jax.Array
 
@@ -91,7 +98,7 @@ def dense_operands(spec: AttentionSpec, operands: Operands) -> Operands:
 
 def dequantise(x: Array, scale: Array | None) -> Array:
     """``x * scale`` in fp32; ``scale`` lacks the last axis of ``x``."""
-    return x if scale is None else x.astype(jnp.float32) * scale[..., None]
+    return x if scale is None else finite_product(x.astype(jnp.float32), scale[..., None])
 
 
 def gather_pages(
@@ -117,6 +124,9 @@ def gather_pages(
 
     if scale is not None:
         scale = gather(jnp.broadcast_to(scale, pool.shape[:3]))
+    elif pool.dtype == jnp.int8:  # which has no NaN for what is not there
+        names_a_page = jnp.repeat(tables < num_pages, page_size, axis=1)[..., None]
+        scale = jnp.where(names_a_page, 1.0, jnp.nan)
     return dequantise(gather(pool), scale)
 
 
@@ -294,7 +304,7 @@ def merge(outs: Array, lses: Array) -> tuple[Array, Array]:
 
     See :func:`jax_flash.merge_attention`.
     """
-    lse = lses.astype(wide_dtype(lses.dtype))
+    lse = lses.astype(wide_dtype(max(lses.dtype, outs.dtype, key=lambda dtype: dtype.itemsize)))
     is_empty = jnp.isneginf(lse)
     m = jnp.max(lse, axis=0, initial=-jnp.inf)
     m = jax.lax.stop_gradient(finite_max(m, None))

@@ -79,7 +79,8 @@ def _table(decision: backends.Decision) -> str:
     capability = f", compute capability {device.compute_capability}" * bool(
         device.compute_capability
     )
-    lines = [f"{decision.spec} on {device.platform} ({device.name}{capability})"]
+    subject = f"{'gradient of ' * decision.is_gradient}{decision.spec}"
+    lines = [f"{subject} on {device.platform} ({device.name}{capability})"]
     for name in backends.NAMES:
         if name == decision.chosen:
             verdict = "chosen"

@@ -29,6 +29,16 @@ def wide_dtype(dtype: Any) -> jnp.dtype:
     return jnp.dtype("float64" if dtype == "float64" else "float32")
 
 
+def finite_product(x: Array, scale: Array) -> Array:
+    """``x * scale``, NaN where either is not finite, with derivatives that are finite everywhere.
+
+    What is hidden later may hold anything: ``0 * NaN`` must not reach the gradient of the scale.
+    """
+    finite = jnp.isfinite(x) & jnp.isfinite(scale)
+    clean = jnp.where(finite, x, jnp.zeros_like(x)) * jnp.where(finite, scale, jnp.ones_like(x))
+    return jnp.where(finite, clean, jnp.nan)
+
+
 @dataclasses.dataclass(frozen=True)
 class Device:
     """The facts about a device that decide which implementation can run.
@@ -213,7 +223,7 @@ def make_spec(
     elif isinstance(scale, jax.core.Tracer):
         # A traced scale is folded into the query, through which its gradient then flows.
         wide = wide_dtype(query.dtype)
-        query = (query.astype(wide) * scale.astype(wide)).astype(query.dtype)
+        query = finite_product(query.astype(wide), scale.astype(wide)).astype(query.dtype)
         operands = dataclasses.replace(operands, query=query)
         scale = 1.0
     elif isinstance(scale, jax.Array | np.ndarray):

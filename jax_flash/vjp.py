@@ -154,10 +154,11 @@ _fused.defvjp(_fused_forward, _fused_backward)
 
 def _forward(spec: AttentionSpec, name: str, operands: Operands) -> tuple[Array, Array]:
     """The forward kernel, with a vmap rule."""
+    kernels: Any = backends.load(name)
 
     @jax.custom_batching.custom_vmap
     def run(operands: Operands) -> tuple[Array, Array]:
-        return _kernels(name).forward(spec, operands)
+        return kernels.forward(spec, operands)
 
     @run.def_vmap
     def rule(size: int, mapped: list[Any], operands: Operands) -> Any:
@@ -175,7 +176,7 @@ def _backward(
 
     @jax.custom_batching.custom_vmap
     def run(residuals: Residuals, do: Array, dlse: Array) -> Gradients:
-        kernel = getattr(_kernels(name), "backward", None)
+        kernel = getattr(backends.load(name), "backward", None)
         if kernel is None:
             return _derived_backward(spec, residuals, do, dlse)
         grads = kernel(spec, residuals, do, delta(residuals, do, dlse))
@@ -202,10 +203,6 @@ def _backward(
         return grads, jax.tree.map(lambda _: True, grads)
 
     return _differentiable_once(run, spec, name)(residuals, do, dlse)
-
-
-def _kernels(name: str) -> Any:
-    return backends.load(name)
 
 
 def _derived_backward(

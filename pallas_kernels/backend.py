@@ -26,7 +26,7 @@ _MAX_KV_LEN = schedule.MAX_KV_TILES * 64
 def supports(spec: AttentionSpec, device: Device) -> str | None:
     """None where the kernels compute this call, else the reason why not."""
     if device.platform != "gpu" or device.compute_capability is None:
-        return f"needs an NVIDIA Hopper GPU; the default device is {device.platform}"
+        return f"needs an NVIDIA Hopper GPU; the device is {device.platform}"
     if device.compute_capability != "9.0":
         return f"needs compute capability 9.0 (Hopper); found {device.compute_capability}"
     if spec.kind not in ("dense", "ragged"):

@@ -49,7 +49,7 @@ def no_kernel_packages(monkeypatch):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """A CPU that says it is an H200; cuDNN's place is taken by the oracle."""
-    monkeypatch.setattr(backends, "default_device", lambda: HOPPER)
+    monkeypatch.setattr(backends, "device_of", lambda *_: HOPPER)
     monkeypatch.setattr(cudnn, "forward", lambda *call: backends.load("xla").forward(*call))
 
 
@@ -77,7 +77,7 @@ def test_auto_takes_the_first_that_can_and_says_why_not_the_ones_before():
     assert list(decision.reasons) == ["mosaic", "cuda", "cudnn", "chunked"]
     for name in ("mosaic", "cuda"):
         assert decision.reasons[name] == f"not built: this installation has no module {MISSING}"
-    assert decision.reasons["cudnn"] == "needs an NVIDIA GPU; the default device is cpu"
+    assert decision.reasons["cudnn"] == "needs an NVIDIA GPU; the device is cpu"
     assert decision.reasons["chunked"] == "not needed: the call has only 512 logits"
 
 
@@ -130,7 +130,7 @@ def test_unknown_names_are_refused_even_behind_one_that_can(names):
      ("import no_such_library",
       "broken_kernels needs the module no_such_library, which is not installed"),
      ("raise ImportError('libcudart.so.13: cannot open')",
-      "broken_kernels cannot be imported (libcudart.so.13: cannot open)")],
+      "broken_kernels cannot be imported (ImportError: libcudart.so.13: cannot open)")],
     ids=["absent", "dependency", "broken"],
 )  # fmt: skip
 def test_what_cannot_be_imported_says_what_is_missing(monkeypatch, tmp_path, source, reason):
@@ -184,7 +184,7 @@ def test_a_valid_call_that_no_named_implementation_can_run_says_why():
         "implementation=('mosaic', 'cudnn') cannot compute "
         "dense B1 Tq16 Tk16 H4/2 D64 bfloat16 causal: "
         f"mosaic: not built: this installation has no module {MISSING}; "
-        "cudnn: needs an NVIDIA GPU; the default device is cpu. "
+        "cudnn: needs an NVIDIA GPU; the device is cpu. "
         "Use implementation=None to fall through to one that can."
     )
 
@@ -193,15 +193,15 @@ def test_a_valid_call_that_no_named_implementation_can_run_says_why():
 
 
 def test_device_facts_come_from_the_default_device():
-    assert backends.default_device() == Device("cpu", None, jax.devices()[0].device_kind)
+    assert backends.device_of() == Device("cpu", None, jax.devices()[0].device_kind)
     gpu = types.SimpleNamespace(
         platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200", id=0
     )
     assert backends.device_facts(gpu) == HOPPER
     with jax.default_device(jax.devices()[1]):
-        assert backends.default_device().platform == "cpu"
+        assert backends.device_of().platform == "cpu"
     with jax.default_device("cpu"):
-        assert backends.default_device().platform == "cpu"
+        assert backends.device_of().platform == "cpu"
 
 
 # The warning on a GPU.
@@ -265,7 +265,7 @@ def test_explain_shows_a_table_and_runs_nothing():
         f"dense B1 Tq1000000 Tk1000000 H8/8 D64 bfloat16 causal on cpu ({kind})",
         f"  mosaic   not built: this installation has no module {MISSING}",
         f"  cuda     not built: this installation has no module {MISSING}",
-        "  cudnn    needs an NVIDIA GPU; the default device is cpu",
+        "  cudnn    needs an NVIDIA GPU; the device is cpu",
         "  chunked  chosen",
         "  xla      could run it, but is not asked: it comes later or was not named",
     ]
@@ -346,7 +346,7 @@ def test_explain_stops_recording_when_the_function_fails():
 
     with pytest.raises(KeyError, match="mine"):
         explain(fails, struct((1,), "float32"))
-    assert not backends._recordings
+    assert backends._recording.get() is None
 
 
 # cuDNN's refusals, one for each item of its docstring.
@@ -433,7 +433,7 @@ def test_cudnn_accepts_and_passes_on_what_it_computes_exactly(monkeypatch, terms
         return q
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", jax_nn)
-    monkeypatch.setattr(backends, "default_device", lambda: HOPPER)
+    monkeypatch.setattr(backends, "device_of", lambda *_: HOPPER)
     jax.eval_shape(lambda *a: dot_product_attention(*a, implementation="cudnn", **terms), *arrays)
     defaults = {"scale": 64**-0.5, "is_causal": False, "local_window_size": None}
     assert seen == defaults | terms | {"implementation": "cudnn"}

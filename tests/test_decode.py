@@ -384,3 +384,13 @@ def test_append_leaves_pools_that_are_not_donated_as_they_were(layout):
     )
     assert bits(pools) == before
     assert all(np.any(x) for x in got)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_a_needed_entry_that_names_no_page_gives_nan_in_an_int8_cache_too(scale):
+    pool = jnp.ones((3, 2, 4, 8), jnp.int8)
+    tables, lens = jnp.array([[1, -1], [2, 3], [0, 1]], jnp.int32), jnp.array([8, 7, 5], jnp.int32)
+    query = jnp.ones((3, 1, 2, 8))
+    out = paged_attention(query, pool, pool, tables, lens, k_scale=scale, v_scale=scale)
+    assert np.isnan(out[:2]).all()
+    np.testing.assert_allclose(out[2], 1.0)

@@ -236,8 +236,8 @@ LENGTHS = [
     bad("dense", T, "q_offset=[1, 2]", "an int or an int32 array [B]", q_offset=[1, 2]),
     bad("dense", T, "q_offset.dtype=float32", "int32", INT32, q_offset=z(2)),
     bad("dense", V, "q_offset.shape=(3,)", OF_BATCH, "one offset", q_offset=ints(1, 2, 3)),
-    bad("dense", V, "q_offset=1073741824", "2**30", "Shift", q_offset=2**30),
-    bad_values("dense", V, "q_offset=2147483647", "2**30", "Shift", q_offset=ints(0, 2**31 - 1)),
+    bad("dense", V, "q_offset=1073741824", "2**29", "Shift", q_offset=2**30),
+    bad_values("dense", V, "q_offset=2147483647", "2**29", "Shift", q_offset=ints(0, 2**31 - 1)),
 ]  # fmt: skip
 FALLS, OUTSIDE, SUM, WRONG = "not decrease", "[0, 6], the number of tokens", "running sum", "batch"
 CU_SEQLENS_ROWS = [
@@ -459,3 +459,21 @@ def test_the_layer_refuses_wrong_dtypes_of_lengths_and_cache():
         cached(z(1, 3, 8), new_lengths=z(1))
     with pytest.raises(TypeError, match=r"^dtype=int8"):
         layer().init_cache(1, 8, jnp.int8)
+
+
+def test_windows_and_offsets_at_their_limits_do_not_overflow():
+    q = k = v = jnp.ones((1, 4, 1, 8))
+    for offset in (2**29, -(2**29)):
+        out = jax_flash.dot_product_attention(
+            q, k, v, q_offset=offset, local_window_size=(2**31, 2**31)
+        )
+        np.testing.assert_allclose(out, 1.0)
+
+
+def test_numbers_that_int32_cannot_hold_are_out_of_range_not_wrapped_around():
+    with jax.enable_x64(True):
+        pool = jnp.zeros((2, 1, 4, 8), jnp.float32)
+        new = jnp.ones((2, 1, 8), jnp.float32)
+        slots = jnp.array([2**32 + 1, 2], jnp.int64)
+        written, _ = jax.jit(jax_flash.append_kv)(pool, pool, new, new, slots)
+        np.testing.assert_array_equal(written[0, 0, :, 0], [0, 0, 1, 0])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import chunked, dot_product_attention
+from jax_flash import chunked, decode_attention, dot_product_attention
 from tests import oracle64 as oracle
 from tests.tolerance import (
     FLOATS,
@@ -392,3 +392,42 @@ def test_windows_include_both_ends(window, is_causal, implementation, monkeypatc
         ahead = np.arange(7) - np.arange(9)[:, None]
         want = (-left <= ahead) & (ahead <= (min(right, 0) if is_causal else right))
         np.testing.assert_array_equal(seen, want)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "chunked"])
+def test_hidden_nan_does_not_reach_the_gradient_of_a_scale(implementation):
+    q, k, v = rand(2, 1, 2, 8), rand(2, 16, 2, 8), rand(2, 16, 2, 8)
+    lens = jnp.array([5, 16], jnp.int32)
+
+    def loss(k, v, scale, k_scale, v_scale):
+        out = decode_attention(
+            q * scale, k, v, lens, k_scale=k_scale, v_scale=v_scale, implementation=implementation
+        )
+        return jnp.sum(jnp.sin(out))
+
+    gradients = jax.grad(loss, (0, 1, 2, 3, 4))
+    scales = jnp.float32(0.5), jnp.full((2, 16, 2), 0.7), jnp.full((2, 16, 2), 1.3)
+    want = gradients(k, v, *scales)
+    tail = jnp.arange(16)[None, :, None] >= lens[:, None, None]
+    poisoned = [jnp.where(tail, jnp.nan, x) for x in scales[1:]]
+    k, v = (jnp.where(tail[..., None], jnp.nan, x) for x in (k, v))
+    for got, clean in zip(gradients(k, v, scales[0], *poisoned), want, strict=True):
+        assert np.isfinite(got).all()
+        np.testing.assert_allclose(got, clean, rtol=1e-6)
+
+
+def test_hidden_nan_does_not_reach_the_gradient_of_a_traced_scale():
+    q, k, v = rand(2, 4, 2, 8), rand(2, 4, 2, 8), rand(2, 4, 2, 8)
+    lengths = jnp.array([2, 4], jnp.int32)
+
+    def slope(q):
+        def loss(scale):
+            out = dot_product_attention(q, k, v, scale=scale, query_seq_lengths=lengths)
+            return jnp.sum(jnp.sin(out))
+
+        return jax.grad(loss)(jnp.float32(0.3))
+
+    want = slope(q)
+    padding = jnp.arange(4)[None, :] >= lengths[:, None]
+    got = slope(jnp.where(padding[..., None, None], jnp.nan, q))
+    np.testing.assert_allclose(got, want, rtol=1e-6)

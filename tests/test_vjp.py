@@ -11,10 +11,12 @@ from jax_flash import (
     backends,
     decode_attention,
     dot_product_attention,
+    explain,
     paged_attention,
     ragged_attention,
     vjp,
 )
+from jax_flash.spec import Device
 from tests import tolerance
 from tests.fake_kernels import (
     FakeKernels,
@@ -413,3 +415,23 @@ def test_the_gradient_of_a_cache_scale_is_never_silently_zero():
     assert abs(want) > 1e-3
     got = slope("fake")
     assert np.isnan(got) or np.allclose(got, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [FakeKernels], indirect=True)
+def test_explain_says_what_lends_a_kernel_its_gradient():
+    q, k, v = qkv(B)
+    report = explain(jax.grad(lambda q: jnp.sum(fused(q, k, v))), q)
+    assert report.chosen == ("fake", "chunked")
+    assert [decision.is_gradient for decision in report.decisions] == [False, True]
+    assert "gradient of dense" in str(report)
+
+
+@pytest.mark.parametrize("kernels", [FakeKernels], indirect=True)
+def test_a_gradient_on_plain_xla_warns_once_where_a_gpu_is_present(monkeypatch):
+    q, k, v = qkv(B)
+    monkeypatch.setattr(backends, "device_of", lambda *_: Device("gpu", "9.0", "NVIDIA H200"))
+    monkeypatch.setattr(backends, "_warned", set())
+    slope = jax.grad(lambda q: jnp.sum(fused(q, k, v)))
+    with pytest.warns(UserWarning, match=r"the gradient of attention .* runs on plain XLA"):
+        slope(q)
+    slope(q + 1)
