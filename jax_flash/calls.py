@@ -72,7 +72,7 @@ def _check_head_ratio(q_heads: int, kv_heads: int) -> None:
             "heads of query",
             q_heads,
             f"must be a multiple of the heads of key and value, {kv_heads}",
-            "Choose Hq and Hk with Hq % Hk == 0, and check the order of axes (page_layout)",
+            "Choose Hq and Hk with Hq % Hk == 0, and check the order of the axes",
         )
 
 

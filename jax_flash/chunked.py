@@ -46,13 +46,13 @@ def declines(spec: AttentionSpec, device: Device) -> str | None:
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
     """Attention of one call; see :func:`jax_flash.reference.forward`."""
-    operands = reference.dense_operands(spec, operands)
-    mask, bias = operands.mask, operands.bias
     q_len, kv_len = spec.q_len, spec.kv_len
     if 0 in (spec.batch, q_len, kv_len, spec.num_q_heads):
         return reference.forward(spec, operands)
+    operands = reference.dense_operands(spec, operands)
+    mask, bias = operands.mask, operands.bias
     block = _block_size(spec)
-    block_q, block_kv = min(block, max(q_len, 1)), min(block, max(kv_len, 1))
+    block_q, block_kv = min(block, q_len), min(block, kv_len)
     if bias is not None and 1 in bias.shape[2:] and bias.dtype != "float64":
         # Tiles that share a bias add up its gradient: in fp32, rounded once.
         bias = bias.astype(spec.accumulator_dtype)
@@ -116,7 +116,8 @@ def _attend_rows(
     """One block of queries against all blocks of keys."""
     # On a GPU "default" is TF32, whose products of bf16 and fp16 numbers are exact and which rounds
     # probabilities less than bf16 would. All else is multiplied in full.
-    is_low = jnp.finfo(spec.dtype).bits < 32 and spec.kv_dtype == spec.dtype
+    is_low = jnp.finfo(spec.dtype).bits < 32 and operands.key.dtype == spec.dtype
+    is_low = is_low and operands.value.dtype == spec.dtype
     precision = "default" if is_low else "highest"
     row_index = rows["first_row"] + jnp.arange(block_q, dtype=jnp.int32)
 

@@ -394,3 +394,21 @@ def test_a_needed_entry_that_names_no_page_gives_nan_in_an_int8_cache_too(scale)
     out = paged_attention(query, pool, pool, tables, lens, k_scale=scale, v_scale=scale)
     assert np.isnan(out[:2]).all()
     np.testing.assert_allclose(out[2], 1.0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "chunked"])
+def test_a_table_without_columns_leaves_every_query_empty(implementation):
+    pool, query = jnp.ones((3, 2, 4, 8)), jnp.ones((2, 1, 2, 8))
+    tables, lens = jnp.zeros((2, 0), jnp.int32), jnp.zeros((2,), jnp.int32)
+    out, lse = paged_attention(
+        query, pool, pool, tables, lens, implementation=implementation, return_residual=True
+    )
+    np.testing.assert_array_equal(out, np.zeros((2, 1, 2, 8)))
+    np.testing.assert_array_equal(lse, np.full((2, 1, 2), -np.inf))
+
+
+def test_a_whole_number_is_a_scale():
+    query, cache = rand(2, 1, 2, 8), rand(2, 4, 2, 8)
+    lens = jnp.array([4, 2], jnp.int32)
+    call = partial(decode_attention, query, cache, cache, lens)
+    np.testing.assert_array_equal(call(k_scale=2, v_scale=3), call(k_scale=2.0, v_scale=3.0))
