@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aot
+from bench import aot, run
 
 # Each module offers add_arguments(parser) and run(arguments) -> exit status.
-COMMANDS = {"aot": aot}
+COMMANDS = {"aot": aot, "run": run}
 
 
 def main() -> int:

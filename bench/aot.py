@@ -155,11 +155,13 @@ def forward_cases() -> Iterator[tuple[str, Any, Any]]:
     from pallas_kernels import forward
 
     lengths = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+    segments = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
     masks = {
         "full": Mask(),
         "causal": Mask(is_causal=True),
         "window": Mask(is_causal=True, window=(1000, 0)),
         "lengths": Mask(is_causal=True, kv_ends=lengths),
+        "segments": Mask(is_causal=True, q_segments=segments, kv_segments=segments),
     }
     dims = [(d, d) for d in forward.HEAD_DIMS] + [
         (192, 128),

@@ -1,0 +1,155 @@
+r"""How far an implementation is from fp32, measured on part of the call that was timed.
+
+The part is :attr:`bench.cases.Case.probes` (the last sequence of a batch) and of it the first and
+the last key head with their query heads. The error of an array is relative,
+``||x - x_fp32|| / ||x_fp32||`` in the Euclidean norm; that of a call is the largest of its arrays.
+It may be twice that of :func:`plain <Reference>` attention, computed in the inputs' dtype with
+softmax in fp32. Rows are taken in chunks, so that 16k tokens fit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.cases import Case
+
+Array = jax.Array
+
+_CHUNK_ROWS = 1024
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class Reference:
+    """The right results of one case on its probes.
+
+    Args:
+        case: the call.
+        inputs: query, key and value, shaped as ``case.shapes`` says.
+        do: the gradient that comes in, shaped like the output; None for the forward pass alone.
+
+    Attributes:
+        plain_error: the error of plain attention in the inputs' dtype.
+    """
+
+    def __init__(self, case: Case, inputs: Sequence[Array], do: Array | None = None) -> None:
+        self._case = case
+        names = ("out",) if do is None else ("out", "dq", "dk", "dv")
+        given = dict(zip(("q", "k", "v"), inputs[:3], strict=True))
+        if do is not None:
+            given["do"] = do
+        self._right: list[dict[str, np.ndarray]] = []
+        plain = []
+        for part in self._parts(given):
+            facts = {"is_causal": case.is_causal, "window": case.window}
+            right = _results(**part, **facts, dtype="float32")
+            low = _results(**part, **facts, dtype=case.dtype)
+            self._right.append(dict(zip(names, map(_float64, right), strict=True)))
+            plain.append(dict(zip(names, map(_float64, low), strict=True)))
+        self.plain_error = _largest_error(plain, self._right)
+
+    def error(self, arrays: dict[str, Array]) -> float:
+        """The error of arrays named "out", "dq", "dk" and "dv", or some of these.
+
+        Raises:
+            FloatingPointError: a number that is not finite.
+        """
+        parts = [{name: _float64(x) for name, x in part.items()} for part in self._parts(arrays)]
+        if not all(np.isfinite(x).all() for part in parts for x in part.values()):
+            raise FloatingPointError("results that are not finite")
+        return _largest_error(parts, self._right)
+
+    def _parts(self, arrays: dict[str, Array]) -> list[dict[str, Array]]:
+        """Cuts each array to probe and head: ``[T, G, D]`` for queries, ``[T, D]`` for keys."""
+        case = self._case
+        group = case.num_q_heads // case.num_kv_heads
+        parts = []
+        for index, tokens in case.probes:
+            for head in sorted({0, case.num_kv_heads - 1}):
+                part = {}
+                for name, x in arrays.items():
+                    x = (x if index is None else x[index])[tokens]
+                    is_key = name in ("k", "v", "dk", "dv")
+                    part[name] = x[:, head] if is_key else x[:, head * group : (head + 1) * group]
+                parts.append(part)
+        return parts
+
+
+def _float64(x: Array) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
+
+
+def _largest_error(parts: list[dict[str, Any]], right: list[dict[str, Any]]) -> float:
+    names = parts[0]
+    squares = {
+        name: (
+            sum(np.sum((x[name] - y[name]) ** 2) for x, y in zip(parts, right, strict=True)),
+            sum(np.sum(y[name] ** 2) for y in right),
+        )
+        for name in names
+    }
+    return float(max(np.sqrt(wrong / size) for wrong, size in squares.values()))
+
+
+@functools.partial(jax.jit, static_argnames=("is_causal", "window", "dtype"))
+def _results(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array | None = None,
+    *,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    dtype: str,
+) -> tuple[Array, ...]:
+    """out, and with ``do`` also dq, dk and dv; computed in ``dtype``."""
+    attend = functools.partial(_attend, is_causal=is_causal, window=window, dtype=dtype)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]  # so that chunks add up in fp32
+    if do is None:
+        return (attend(*wide),)
+    out, pullback = jax.vjp(attend, *wide)
+    return out, *(grad.astype(dtype) for grad in pullback(do.astype(out.dtype)))
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    dtype: str,
+) -> Array:
+    """One key head: q ``[T, G, D]``, k and v ``[T, D]``, all fp32; out ``[T, G, D]``."""
+    length, group, head_dim = q.shape
+    chunk = min(length, _CHUNK_ROWS)
+    padding = -length % chunk
+    column = jnp.arange(length)
+
+    @jax.checkpoint
+    def rows_of(rows: tuple[Array, Array]) -> Array:
+        q_rows, row = rows
+        low_k, low_v = k.astype(dtype), v.astype(dtype)
+        scaled = q_rows.astype(dtype) * jnp.asarray(head_dim**-0.5, dtype)
+        x = jnp.einsum("tgd,sd->tgs", scaled, low_k, precision=_HIGHEST).astype(jnp.float32)
+        visible = jnp.ones((chunk, length), bool)
+        if is_causal:
+            visible &= column <= row[:, None]
+        if window is not None:
+            visible &= (column >= row[:, None] - window[0]) & (column <= row[:, None] + window[1])
+        x = jnp.where(visible[:, None], x, -jnp.inf)
+        p = jnp.exp(x - jax.lax.stop_gradient(x.max(-1, keepdims=True)))
+        l = p.sum(-1, keepdims=True)
+        out = jnp.einsum("tgs,sd->tgd", p.astype(dtype), low_v, precision=_HIGHEST)
+        return (out.astype(jnp.float32) / l).astype(dtype)
+
+    # Rows added at the end repeat the last one, so that they see keys too.
+    padded = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
+    row = jnp.minimum(jnp.arange(length + padding), length - 1)
+    chunks = padded.reshape(-1, chunk, group, head_dim), row.reshape(-1, chunk)
+    return jax.lax.map(rows_of, chunks).reshape(-1, group, head_dim)[:length]

@@ -1,0 +1,373 @@
+"""Times a suite of named cases on a GPU: ours and every peer, same arrays, same process.
+
+Prints a table, and writes a result file if all cases were run or ``--out`` names one. A case's
+results are checked against fp32 before they are timed; what is less accurate than twice plain
+attention in low precision is marked in ``note``. A peer that is not installed is listed as absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import cases, provenance, results
+from bench.cases import Case
+from bench.results import OURS, Row
+
+_COMPILER_THREADS = 8
+_EXPLANATION_LENGTH = 300
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``python -m bench run``."""
+    parser.add_argument("suite", choices=cases.SUITES, help="what to time")
+    parser.add_argument(
+        "--cases", nargs="+", metavar="TEXT", help="only cases whose name contains one of these"
+    )
+    parser.add_argument(
+        "--peers", default="all", help='"all", "none" or some, such as fa3,cudnn (ours always runs)'
+    )
+    parser.add_argument("--out", type=Path, help="result file; bench/results/SUITE.json by default")
+    parser.add_argument("--quick", action="store_true", help="fewer launches; for development")
+    parser.add_argument(
+        "--sustained", action="store_true", help="some cases in loops of 1.2 s at the power limit"
+    )
+    parser.add_argument(
+        "--commit", help="recorded as the source's commit, for a copy without its git history"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Times the suite; 0 if ours computed every case rightly, 1 if not, 2 if nothing ran."""
+    import jax
+
+    from bench import peers
+
+    chosen, modes = cases.SUITES[arguments.suite]
+    wanted = arguments.cases or [""]
+    chosen = tuple(case for case in chosen if any(part in case.name for part in wanted))
+    names = {"all": list(peers.PEERS), "none": []}.get(arguments.peers)
+    if names is None:
+        names = arguments.peers.split(",")
+    if unknown := [name for name in names if name not in peers.PEERS]:
+        print(f"unknown peers {unknown}; there are {list(peers.PEERS)}", file=sys.stderr)
+        return 2
+    if not chosen:
+        print(f"no case of {arguments.suite!r} has {wanted} in its name", file=sys.stderr)
+        return 2
+    if jax.default_backend() != "gpu":
+        print(
+            f"python -m bench run needs an NVIDIA GPU; JAX finds only {jax.devices()}. "
+            "python -m bench aot compiles the kernels without one.",
+            file=sys.stderr,
+        )
+        return 2
+    out = arguments.out
+    if out is None and not arguments.cases and not arguments.quick:
+        out = provenance.ROOT / f"bench/results/{arguments.suite}.json"
+    timed = _Suite(chosen, modes, [OURS, *names], arguments)
+    timed.run(functools.partial(results.write, out) if out else lambda _: None)
+    grid = {"grid": {case.name for case in cases.GRID}}
+    for mode in timed.result.modes:
+        print(f"\n{mode}\n{results.table(timed.result, mode, groups=grid)}")
+    if out:
+        print(f"\nwritten: {out}")
+    ours = [row for row in timed.rows if row.impl == OURS]
+    return int(any(row.time_us is None or row.note == results.INACCURATE for row in ours))
+
+
+@dataclasses.dataclass
+class _Program:
+    """One implementation of one case: its executables, and what is run."""
+
+    case: Case
+    impl: str
+    compiled: dict[str, Any]
+    note: str | None = None
+
+
+class _Suite:
+    """The run: compiles everything, then checks and times case after case."""
+
+    def __init__(
+        self,
+        chosen: Sequence[Case],
+        modes: Sequence[str],
+        impls: Sequence[str],
+        arguments: argparse.Namespace,
+    ) -> None:
+        self._cases, self._modes, self._impls = chosen, modes, list(impls)
+        self._arguments = arguments
+        self._timing = {"rounds": 2, "iterations": 3} if arguments.quick else {}
+        self._meta = results.Meta(
+            **provenance.device(),
+            commit=arguments.commit or provenance.commit(),
+            date=provenance.date(),
+            matmul_tflops=None,
+            read_gbps=None,
+            note="short: kernel time by CUPTI, median of "
+            f"{self._timing.get('rounds', 5)} medians of {self._timing.get('iterations', 5)} "
+            "launches, implementations interleaved; sustained: wall-clock time of a 1.2 s loop. "
+            "error: relative to fp32, last sequence, first and last key head.",
+        )
+        self.rows: list[Row] = []
+
+    @property
+    def result(self) -> results.Run:
+        """All that was measured so far."""
+        return results.Run(self._meta, tuple(self.rows))
+
+    def run(self, save: Callable[[results.Run], None]) -> None:
+        """Measures everything; ``save`` is called after every case."""
+        import jax
+
+        jax.config.update("jax_enable_compilation_cache", False)
+        start = time.perf_counter()
+        self._leave_out_absent()
+        self._measure_ceilings()
+        self._measure_python()
+        print(f"{time.perf_counter() - start:.0f} s so far; compiling", flush=True)
+        with concurrent.futures.ThreadPoolExecutor(_COMPILER_THREADS) as pool:
+            programs = {
+                case: [pool.submit(self._compile, case, impl) for impl in self._impls]
+                for case in self._cases
+            }
+            # All of it first: XLA's autotuning runs on the GPU.
+            concurrent.futures.wait([future for each in programs.values() for future in each])
+        print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
+        for case in self._cases:
+            done = len(self.rows)
+            self._measure(case, [future.result() for future in programs.pop(case)])
+            for row in self.rows[done:]:
+                print(_line(row), flush=True)
+            save(self.result)
+        print(f"measured after {time.perf_counter() - start:.0f} s")
+
+    def _leave_out_absent(self) -> None:
+        from bench import peers
+
+        for impl in tuple(self._impls):
+            try:
+                peers.IMPLEMENTATIONS[impl](cases.DISPATCH)
+            except peers.AbsentError as error:
+                self._impls.remove(impl)
+                self._meta.absent[impl] = str(error)
+                print(f"absent: {impl}: {error}")
+            except peers.RefusedError:
+                pass  # this case, perhaps not others
+
+    def _measure_ceilings(self) -> None:
+        from bench import roofline
+
+        self._meta = dataclasses.replace(
+            self._meta,
+            matmul_tflops=round(roofline.matmul_tflops(), 1),
+            read_gbps=round(roofline.read_gbps(), 1),
+        )
+        print(
+            f"{self._meta.device}, driver {self._meta.driver}, jax {self._meta.jax}, CUDA "
+            f"{self._meta.cuda}, commit {self._meta.commit}: matrix products "
+            f"{self._meta.matmul_tflops} TFLOP/s, reads {self._meta.read_gbps} GB/s",
+            flush=True,
+        )
+
+    def _measure_python(self) -> None:
+        """What Python adds to a call of a compiled function, then what a compilation takes.
+
+        In this order, so that modules which are loaded at first use are there for the second.
+        """
+        import jax
+
+        from bench import peers, timing
+
+        calls, functions = {}, {}
+        for impl in self._impls:
+            try:
+                function = peers.IMPLEMENTATIONS[impl](cases.DISPATCH)
+                args = inputs(cases.DISPATCH)
+                jitted = jax.jit(function)
+                jax.block_until_ready(jitted(*args))
+                calls[impl], functions[impl] = timing.Call(jitted, args), function
+            except Exception as error:
+                self._fail(cases.DISPATCH, impl, "dispatch", error)
+        for impl, time_us in timing.dispatch_us(calls).items():
+            self._add(cases.DISPATCH, impl, "dispatch", time_us)
+        case = self._cases[0]
+        structs = jax.eval_shape(lambda: inputs(case))
+        for impl in functions:
+            try:
+                taken = timing.compile_time(peers.IMPLEMENTATIONS[impl](case), structs)
+            except Exception as error:
+                self._fail(case, impl, "compile", error)
+                continue
+            note = f"trace {taken.trace_s:.2f} s, lower {taken.lower_s:.2f} s, compile "
+            self._add(case, impl, "compile", taken.total_s * 1e6, note + f"{taken.compile_s:.2f} s")
+        for row in self.rows:
+            print(_line(row), flush=True)
+
+    def _compile(self, case: Case, impl: str) -> _Program | Exception:
+        from bench import peers
+
+        try:
+            function = peers.IMPLEMENTATIONS[impl](case)
+            return _Program(case, impl, *_compiled(case, function, self._modes))
+        except Exception as error:  # one that cannot is a line of the table
+            return error
+
+    def _measure(self, case: Case, programs: Sequence[_Program | Exception]) -> None:
+        """Checks and times one case."""
+        from bench import accuracy, timing
+
+        args = inputs(case)
+        has_gradients = self._modes != ("fwd",)
+        do = _random(case.shapes[0], case.dtype, seed=1) if has_gradients else None
+        reference = accuracy.Reference(case, args, do)
+        calls: dict[str, dict[str, timing.Call]] = {mode: {} for mode in self._modes}
+        errors: dict[tuple[str, str], float] = {}
+        notes: dict[str, str | None] = {}
+        for impl, program in zip(self._impls, programs, strict=True):
+            try:
+                if isinstance(program, Exception):
+                    raise program
+                notes[impl] = program.note
+                for mode, call in _calls(program, args, do).items():
+                    errors[impl, mode] = reference.error(_named(mode, call()))
+                    calls[mode][impl] = call
+            except Exception as error:
+                for mode in self._modes:
+                    calls[mode].pop(impl, None)
+                    self._fail(case, impl, mode, error)
+        for mode in self._modes:
+            for impl, time_us in timing.kernel_times_us(calls[mode], **self._timing).items():
+                if isinstance(time_us, Exception):
+                    self._fail(case, impl, mode, time_us)
+                    continue
+                error = errors[impl, mode]
+                note = notes[impl]
+                if error > 2.0 * reference.plain_error:
+                    note = results.INACCURATE
+                    print(f"{impl}: error {error:.2g}, plain {reference.plain_error:.2g}")
+                self._add(case, impl, mode, time_us, note, error)
+                if self._arguments.sustained and case in cases.SUSTAINED:
+                    sustained = timing.sustained_us(calls[mode][impl], time_us)
+                    self._add(case, impl, f"{mode} sustained", sustained, note, error)
+
+    def _add(
+        self,
+        case: Case,
+        impl: str,
+        mode: str,
+        time_us: float,
+        note: str | None = None,
+        error: float | None = None,
+    ) -> None:
+        part = mode.removesuffix(" sustained")
+        has_flops = part in cases.FLOPS_OF_MODE
+        self.rows.append(
+            Row(
+                case=case.name,
+                impl=impl,
+                mode=mode,
+                time_us=round(time_us, 2),
+                tflops=round(case.flops(part) / time_us / 1e6, 1) if has_flops else None,
+                error=None if error is None else float(f"{error:.2g}"),
+                note=note,
+            )
+        )
+
+    def _fail(self, case: Case, impl: str, mode: str, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}".replace("\n", " ")[:_EXPLANATION_LENGTH]
+        self.rows.append(Row(case.name, impl, mode, None, note=text))
+
+
+def _line(row: Row) -> str:
+    time_us = "–" if row.time_us is None else f"{row.time_us:.1f}"
+    tflops = "" if row.tflops is None else f"{row.tflops:.0f} TFLOP/s"
+    error = "" if row.error is None else f"error {row.error:.1e}"
+    return (
+        f"{row.case:<56} {row.impl:<17} {row.mode:<17} {time_us:>10} µs {tflops:>12} {error} "
+        f"{row.note or ''}"
+    )
+
+
+def _random(shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+    import jax
+
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def inputs(case: Case) -> tuple[Any, ...]:
+    """Random query, key and value, and ``cu_seqlens`` if the case is packed."""
+    import jax.numpy as jnp
+
+    arrays = tuple(_random(shape, case.dtype, 2 + i) for i, shape in enumerate(case.shapes))
+    return arrays if case.lengths is None else (*arrays, jnp.asarray(case.cu_seqlens))
+
+
+def _compiled(
+    case: Case, attention: Callable[..., Any], modes: Sequence[str]
+) -> tuple[dict[str, Any], str | None]:
+    """Executables for the modes, and a note about them.
+
+    "fwd" is a function of the inputs; "fwd+bwd" of the inputs and do. "residuals" gives the output
+    and the pullback, which "bwd" takes with do: jitted like this, what a gradient needs is kept in
+    memory between the two as it is in a model.
+    """
+    import jax
+
+    structs = jax.eval_shape(lambda: inputs(case))
+    do = structs[0]
+    if modes == ("fwd",):
+        return {"fwd": jax.jit(attention).lower(*structs).compile()}, None
+
+    def with_pullback(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        return jax.vjp(lambda q, k, v: attention(q, k, v, *rest), q, k, v)
+
+    def both(do: Any, *args: Any) -> Any:
+        out, pullback = with_pullback(*args)
+        return out, *pullback(do)
+
+    residuals = jax.jit(with_pullback).lower(*structs)
+    _, pullback = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), residuals.out_info)
+    backward = jax.jit(lambda pullback, do: pullback(do)).lower(pullback, do)
+    return {
+        "fwd+bwd": jax.jit(both).lower(do, *structs).compile(),
+        "residuals": residuals.compile(),
+        "bwd": backward.compile(),
+    }, _gradient_note(both, do, *structs)
+
+
+def _gradient_note(both: Callable[..., Any], *structs: Any) -> str | None:
+    """Who computes our gradient, where it is not the implementation that was asked for."""
+    import jax_flash
+
+    for decision in jax_flash.explain(both, *structs).decisions:
+        if decision.is_gradient:
+            return f"the gradient is computed by {decision.chosen!r}"
+    return None
+
+
+def _calls(program: _Program, args: tuple[Any, ...], do: Any) -> dict[str, Any]:
+    """{mode: what is timed}."""
+    from bench import timing
+
+    compiled = program.compiled
+    if do is None:
+        return {"fwd": timing.Call(compiled["fwd"], args)}
+    _, pullback = compiled["residuals"](*args)
+    return {
+        "fwd+bwd": timing.Call(compiled["fwd+bwd"], (do, *args)),
+        "bwd": timing.Call(compiled["bwd"], (pullback, do)),
+    }
+
+
+def _named(mode: str, arrays: Any) -> dict[str, Any]:
+    names = {"fwd": ("out",), "bwd": ("dq", "dk", "dv"), "fwd+bwd": ("out", "dq", "dk", "dv")}
+    return dict(zip(names[mode], (arrays,) if mode == "fwd" else arrays, strict=True))
