@@ -10,7 +10,8 @@ An implementation is a module, loaded by name at first use, with
   a later implementation of the table when the choice is automatic;
 - ``forward(spec, operands) -> (out, lse)``;
 - ``backward(spec, residuals, do, delta) -> Gradients``, optional, if FUSED
-  (:class:`jax_flash.vjp.Residuals`, :class:`jax_flash.vjp.Gradients`).
+  (:class:`jax_flash.vjp.Residuals`, :class:`jax_flash.vjp.Gradients`);
+- ``attend`` and ``tune``, optional, for ``jax-flash tune`` (:mod:`jax_flash.tuner`).
 
 This is the only file that names implementations. Kernel packages are loaded by string, so a CPU
 installation imports none of them.
@@ -222,6 +223,13 @@ def differentiable(spec: AttentionSpec) -> Backend:
         record.append(decision)
     elif device.platform == "gpu":
         _warn_about_plain_xla(decision)
+    return backend
+
+
+def plain() -> Backend:
+    """Differentiable JAX that holds no array of all logits: what kernels are checked against."""
+    backend = load("chunked")
+    assert not isinstance(backend, str)
     return backend
 
 

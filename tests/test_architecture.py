@@ -21,7 +21,7 @@ FLOORS = (
     {"spec"},
     {"tuning", "calls", "kv_cache", "reference", "sharding", "testing"},
     {"chunked", "cudnn", "backends"},
-    {"vjp", "report"},
+    {"vjp", "report", "tuner"},
     {"api"},
     {"layers", "__init__"},
     {"cli"},
