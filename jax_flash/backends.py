@@ -10,7 +10,7 @@ An implementation is a module, loaded by name at first use, with
   a later implementation of the table when the choice is automatic;
 - ``forward(spec, operands) -> (out, lse)``;
 - ``backward(spec, residuals, do, delta) -> Gradients``, optional, if FUSED
-  (:class:`jax_flash.vjp.Residuals`, :class:`jax_flash.vjp.Gradients`);
+  (:class:`jax_flash.spec.Residuals`, :class:`jax_flash.spec.Gradients`);
 - ``attend`` and ``tune``, optional, for ``jax-flash tune`` (:mod:`jax_flash.tuner`).
 
 This is the only file that names implementations. Kernel packages are loaded by string, so a CPU

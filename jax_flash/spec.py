@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,36 @@ class Operands:
     sinks: Array | None = None
     dropout_seeds: Array | None = None
     block_tables: Array | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
+
+
+class Residuals(NamedTuple):
+    """What the backward pass gets.
+
+    Attributes:
+        operands: the arrays of the call.
+        out: ``[B, Tq, Hq, Dv]``, tagged ``"flash_out"`` for remat policies.
+        lse: ``[B, Tq, Hq]``, tagged ``"flash_lse"``.
+    """
+
+    operands: Operands
+    out: Array
+    lse: Array
+
+
+class Gradients(NamedTuple):
+    """Gradients of the floating-point operands, in their shapes and dtypes; None where absent.
+
+    One that a kernel leaves out although the operand is there becomes NaN, never a silent zero.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None = None
+    alibi_slopes: Array | None = None
+    sinks: Array | None = None
     k_scale: Array | None = None
     v_scale: Array | None = None
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,39 +31,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import backends
 from jax_flash.backends import UnsupportedError
-from jax_flash.spec import AttentionSpec, Operands, wide_dtype
+from jax_flash.spec import AttentionSpec, Gradients, Operands, Residuals, wide_dtype
 
 Array = jax.Array
-
-
-class Residuals(NamedTuple):
-    """What the backward pass gets.
-
-    Attributes:
-        operands: the arrays of the call.
-        out: ``[B, Tq, Hq, Dv]``, tagged ``"flash_out"`` for remat policies.
-        lse: ``[B, Tq, Hq]``, tagged ``"flash_lse"``.
-    """
-
-    operands: Operands
-    out: Array
-    lse: Array
-
-
-class Gradients(NamedTuple):
-    """Gradients of the floating-point operands, in their shapes and dtypes; None where absent.
-
-    One that a kernel leaves out although the operand is there becomes NaN, never a silent zero.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    bias: Array | None = None
-    alibi_slopes: Array | None = None
-    sinks: Array | None = None
-    k_scale: Array | None = None
-    v_scale: Array | None = None
 
 
 def attend(spec: AttentionSpec, operands: Operands, name: str) -> tuple[Array, Array]:
