@@ -46,9 +46,9 @@ class Reference:
         self._right: list[dict[str, np.ndarray]] = []
         plain = []
         for part in self._parts(given):
-            facts = {"is_causal": case.is_causal, "window": case.window}
-            right = _results(**part, **facts, dtype="float32")
-            low = _results(**part, **facts, dtype=case.dtype)
+            first, last = case.visible_range(part["q"].shape[0])
+            right = _results(**part, first=first, last=last, dtype="float32")
+            low = _results(**part, first=first, last=last, dtype=case.dtype)
             self._right.append(dict(zip(names, map(_float64, right), strict=True)))
             plain.append(dict(zip(names, map(_float64, low), strict=True)))
         self.plain_error = _largest_error(plain, self._right)
@@ -96,19 +96,19 @@ def _largest_error(parts: list[dict[str, Any]], right: list[dict[str, Any]]) -> 
     return float(max(np.sqrt(wrong / size) for wrong, size in squares.values()))
 
 
-@functools.partial(jax.jit, static_argnames=("is_causal", "window", "dtype"))
+@functools.partial(jax.jit, static_argnames=("dtype",))
 def _results(
     q: Array,
     k: Array,
     v: Array,
     do: Array | None = None,
     *,
-    is_causal: bool,
-    window: tuple[int, int] | None,
+    first: Array,
+    last: Array,
     dtype: str,
 ) -> tuple[Array, ...]:
     """out, and with ``do`` also dq, dk and dv; computed in ``dtype``."""
-    attend = functools.partial(_attend, is_causal=is_causal, window=window, dtype=dtype)
+    attend = functools.partial(_attend, first=first, last=last, dtype=dtype)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]  # so that chunks add up in fp32
     if do is None:
         return (attend(*wide),)
@@ -116,40 +116,32 @@ def _results(
     return out, *(grad.astype(dtype) for grad in pullback(do.astype(out.dtype)))
 
 
-def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-    dtype: str,
-) -> Array:
-    """One key head: q ``[T, G, D]``, k and v ``[T, D]``, all fp32; out ``[T, G, D]``."""
+def _attend(q: Array, k: Array, v: Array, *, first: Array, last: Array, dtype: str) -> Array:
+    """One key head: q ``[T, G, D]``, k and v ``[T, D]``, all fp32; out ``[T, G, D]``.
+
+    Row i sees the keys ``first[i]`` to ``last[i]``, int32 ``[T]``.
+    """
     length, group, head_dim = q.shape
     chunk = min(length, _CHUNK_ROWS)
     padding = -length % chunk
     column = jnp.arange(length)
 
     @jax.checkpoint
-    def rows_of(rows: tuple[Array, Array]) -> Array:
-        q_rows, row = rows
-        low_k, low_v = k.astype(dtype), v.astype(dtype)
+    def rows_of(rows: tuple[Array, Array, Array]) -> Array:
+        q_rows, first, last = rows
         scaled = q_rows.astype(dtype) * jnp.asarray(head_dim**-0.5, dtype)
-        x = jnp.einsum("tgd,sd->tgs", scaled, low_k, precision=_HIGHEST).astype(jnp.float32)
-        visible = jnp.ones((chunk, length), bool)
-        if is_causal:
-            visible &= column <= row[:, None]
-        if window is not None:
-            visible &= (column >= row[:, None] - window[0]) & (column <= row[:, None] + window[1])
-        x = jnp.where(visible[:, None], x, -jnp.inf)
+        x = jnp.einsum("tgd,sd->tgs", scaled, k.astype(dtype), precision=_HIGHEST)
+        visible = (first[:, None] <= column) & (column <= last[:, None])
+        x = jnp.where(visible[:, None], x.astype(jnp.float32), -jnp.inf)
         p = jnp.exp(x - jax.lax.stop_gradient(x.max(-1, keepdims=True)))
         l = p.sum(-1, keepdims=True)
-        out = jnp.einsum("tgs,sd->tgd", p.astype(dtype), low_v, precision=_HIGHEST)
+        out = jnp.einsum("tgs,sd->tgd", p.astype(dtype), v.astype(dtype), precision=_HIGHEST)
         return (out.astype(jnp.float32) / l).astype(dtype)
 
-    # Rows added at the end repeat the last one, so that they see keys too.
-    padded = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
-    row = jnp.minimum(jnp.arange(length + padding), length - 1)
-    chunks = padded.reshape(-1, chunk, group, head_dim), row.reshape(-1, chunk)
-    return jax.lax.map(rows_of, chunks).reshape(-1, group, head_dim)[:length]
+    def in_chunks(x: Array) -> Array:
+        # Rows added at the end repeat the last one, so that they see keys too.
+        padded = jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)), mode="edge")
+        return padded.reshape(-1, chunk, *x.shape[1:])
+
+    out = jax.lax.map(rows_of, (in_chunks(q), in_chunks(first), in_chunks(last)))
+    return out.reshape(-1, group, head_dim)[:length]

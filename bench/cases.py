@@ -79,14 +79,19 @@ class Case:
         return sum(self._pairs_of(length) for length in self.lengths)
 
     def _pairs_of(self, length: int) -> int:
-        row = np.arange(length, dtype=np.int64)
+        first, last = self.visible_range(length)
+        return int(np.sum(last.astype(np.int64) - first + 1))
+
+    def visible_range(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first and the last key that each query of a sequence sees, int32 ``[length]``."""
+        row = np.arange(length, dtype=np.int32)
         first, last = np.zeros_like(row), np.full_like(row, length - 1)
         if self.window is not None:
             first = np.maximum(row - self.window[0], 0)
             last = np.minimum(row + self.window[1], length - 1)
         if self.is_causal:
             last = np.minimum(last, row)
-        return int(np.sum(last - first + 1))
+        return first, last
 
     def flops(self, mode: str) -> float:
         """Floating-point operations of the matrix products: ``4 * pairs * heads * head_dim``."""

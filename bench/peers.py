@@ -93,6 +93,9 @@ def tokamax(case: Case) -> Attention:
     """Tokamax's Mosaic GPU kernel, with the configuration that it picks by itself."""
     package = _load("tokamax")
     _dense_only(case, "tokamax")
+    flags = _load("absl.flags").FLAGS
+    if not flags.is_parsed():
+        flags.mark_as_parsed()  # at the first call it would take our command line for its own
     return functools.partial(
         package.dot_product_attention,
         is_causal=case.is_causal,

@@ -139,12 +139,14 @@ class _Suite:
                 case: [pool.submit(self._compile, case, impl) for impl in self._impls]
                 for case in self._cases
             }
-            # All of it first: XLA's autotuning runs on the GPU.
-            concurrent.futures.wait([future for each in programs.values() for future in each])
+            references = {case: pool.submit(self._reference, case) for case in self._cases}
+            # All of it first: XLA's autotuning, and the references, run on the GPU.
+            pool.shutdown(wait=True)
         print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
         for case in self._cases:
             done = len(self.rows)
-            self._measure(case, [future.result() for future in programs.pop(case)])
+            compiled = [future.result() for future in programs.pop(case)]
+            self._measure(case, compiled, references.pop(case).result())
             for row in self.rows[done:]:
                 print(_line(row), flush=True)
             save(self.result)
@@ -221,14 +223,22 @@ class _Suite:
         except Exception as error:  # one that cannot is a line of the table
             return error
 
-    def _measure(self, case: Case, programs: Sequence[_Program | Exception]) -> None:
-        """Checks and times one case."""
-        from bench import accuracy, timing
+    def _reference(self, case: Case) -> Any:
+        from bench import accuracy
 
-        args = inputs(case)
-        has_gradients = self._modes != ("fwd",)
-        do = _random(case.shapes[0], case.dtype, seed=1) if has_gradients else None
-        reference = accuracy.Reference(case, args, do)
+        return accuracy.Reference(case, inputs(case), self._do(case))
+
+    def _do(self, case: Case) -> Any:
+        """The gradient that comes in; None if only forward passes are timed."""
+        return None if self._modes == ("fwd",) else _random(case.shapes[0], case.dtype, seed=1)
+
+    def _measure(
+        self, case: Case, programs: Sequence[_Program | Exception], reference: Any
+    ) -> None:
+        """Checks and times one case."""
+        from bench import timing
+
+        args, do = inputs(case), self._do(case)
         calls: dict[str, dict[str, timing.Call]] = {mode: {} for mode in self._modes}
         errors: dict[tuple[str, str], float] = {}
         notes: dict[str, str | None] = {}
