@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_flash import backends
+from jax_flash import backends, tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,12 @@ class Report:
     Attributes:
         decisions: one for each attention call that was traced; what JAX traces once, such as the
             body of a scan, counts once.
+        tuned: the configurations of the kernels that can be tuned, and where they come from; each
+            once.
     """
 
     decisions: tuple[backends.Decision, ...]
+    tuned: tuple[tuning.Choice[Any], ...] = ()
 
     @property
     def chosen(self) -> tuple[str | None, ...]:
@@ -33,7 +36,8 @@ class Report:
     def __str__(self) -> str:
         if not self.decisions:
             return "The function makes no attention call of jax_flash."
-        return "\n\n".join(map(_table, self.decisions))
+        tables = "\n\n".join(map(_table, self.decisions))
+        return "\n".join([tables, *dict.fromkeys(map(str, self.tuned))])
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
@@ -69,9 +73,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         # Outputs need not be arrays: only the trace matters.
         return [x for x in jax.tree.leaves(function(*args, **kwargs)) if isinstance(x, jax.Array)]
 
-    with backends.recording() as decisions:
+    with backends.recording() as decisions, tuning.recording() as choices:
         jax.eval_shape(call, *(x for x, is_traced in zip(leaves, traced, strict=True) if is_traced))
-    return Report(tuple(decisions))
+    tuned = {(choice.key, choice.path): choice for choice in choices}
+    return Report(tuple(decisions), tuple(tuned.values()))
 
 
 def _table(decision: backends.Decision) -> str:

@@ -15,6 +15,7 @@ default first, ``neighbours(problem, config)`` and ``source()``. Its ``forward``
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -49,6 +50,7 @@ _ROUNDS = 2
 _NUM_FINALISTS = 4
 _NUM_CLIMBS = 4
 _START_S = 300.0  # for JAX, the driver and the plain computation
+_NUM_COMPILERS = 8
 _TIMED_US = 50e3  # of launches, each time
 _HELD_BYTES = 2**32  # of outputs that are held meanwhile
 _WORKER = (sys.executable, "-m", "jax_flash.tuner")
@@ -56,6 +58,10 @@ _WORKER = (sys.executable, "-m", "jax_flash.tuner")
 
 class TuningError(RuntimeError):
     """Nothing could be measured; says why."""
+
+
+class _DiedError(Exception):
+    """A measuring process ended without an answer; says how."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +98,8 @@ class Outcome:
     failures: dict[Any, str]
 
     def time_us(self, config: Any) -> float:
-        """The better round of a finalist."""
-        return min(self.rounds[config])
+        """The slower round of a finalist."""
+        return max(self.rounds[config])
 
     def entry(self, source: str, provenance: dict[str, str]) -> tuning.Entry:
         """For a table."""
@@ -172,7 +178,7 @@ def tune(
     seconds: float,
     timeout_s: float,
     log: Log,
-    worker: Sequence[str] = _WORKER,
+    worker: Sequence[str] | None = None,
 ) -> Outcome:
     """Finds the fastest configuration of a call.
 
@@ -182,7 +188,7 @@ def tune(
         seconds: after which no new configuration is tried; the last rounds come on top.
         timeout_s: for compiling, checking and timing one configuration.
         log: receives a line for each configuration.
-        worker: command line of the child process, which calls :func:`serve`.
+        worker: command line of the child process, which calls :func:`serve`; None is this module.
 
     Raises:
         TuningError: the default configuration could not be measured.
@@ -193,7 +199,7 @@ def tune(
     deadline = time.monotonic() + seconds
     measured: dict[Any, Measurement] = {}
 
-    with Worker(name, spec, timeout_s=timeout_s, command=worker) as child:
+    with Worker(name, spec, timeout_s=timeout_s, command=worker or _WORKER) as child:
 
         def measure(config: Any) -> Measurement:
             result = child.measure(config)
@@ -202,8 +208,10 @@ def tune(
             return result
 
         def measure_all(configs: Iterable[Any]) -> Any:
-            for config in configs:
-                if config not in measured and time.monotonic() < deadline:
+            new = [config for config in dict.fromkeys(configs) if config not in measured]
+            child.prepare(new)
+            for config in new:
+                if time.monotonic() < deadline:
                     measured[config] = measure(config)
             return min(measured, key=lambda config: measured[config].time_us)
 
@@ -240,13 +248,13 @@ def _winner(default: Any, rounds: dict[Any, list[float]]) -> Any:
         for config, times in rounds.items()
         if all(slow > _MIN_GAIN * fast for slow, fast in zip(rounds[default], times, strict=True))
     ]
-    return min(reliable, key=lambda config: min(rounds[config]), default=default)
+    return min(reliable, key=lambda config: max(rounds[config]), default=default)
 
 
 def provenance(version: str) -> dict[str, str]:
     """What a table's entry says about this machine, as far as it is known."""
     found = {
-        "method": "jax-flash tune: CUPTI time of all kernels of a call, the better of two medians",
+        "method": "jax-flash tune: CUPTI time of all kernels of a call, the slower of two medians",
         "jax": jax.__version__,
         "version": version,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -268,12 +276,11 @@ class Worker:
         command: what to run.
     """
 
-    def __init__(
-        self, name: str, spec: AttentionSpec, *, timeout_s: float, command: Sequence[str] = _WORKER
-    ):
+    def __init__(self, name: str, spec: AttentionSpec, *, timeout_s: float, command: Sequence[str]):
         self._task = (name, spec)
         self._timeout_s = timeout_s
         self._command = command
+        self._awaited: tuple[Any, ...] = ()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Worker:
@@ -282,14 +289,42 @@ class Worker:
     def __exit__(self, *_: Any) -> None:
         self._stop()
 
+    def prepare(self, configs: Iterable[Any]) -> None:
+        """Says what will be measured next, so that it is compiled meanwhile, several at a time."""
+        self._awaited = tuple(configs)
+        if self._process is not None:
+            try:
+                self._ask(self._awaited)
+            except _DiedError:
+                self._awaited = ()
+
     def measure(self, config: Any) -> Measurement:
-        """Measures one configuration; waits no longer than the timeout."""
+        """Measures one configuration; waits no longer than the timeout.
+
+        Raises:
+            TuningError: no process can be started.
+        """
+        alone = not self._awaited
+        self._awaited = tuple(x for x in self._awaited if x != config)
+        try:
+            return self._attempt(config)
+        except _DiedError as error:
+            if alone:
+                return Measurement(failure=str(error))
+        self._awaited = ()  # one of them, being compiled, may have been the cause
+        return self.measure(config)
+
+    def _attempt(self, config: Any) -> Measurement:
         if self._process is None:
             self._start()
-            ready = self._ask(self._task, _START_S)
+            try:
+                ready = self._ask(self._task, _START_S)
+            except _DiedError as error:
+                raise TuningError(f"the measuring process did not start: {error}") from error
             if ready.failure is not None:
                 raise TuningError(f"the measuring process did not start: {ready.failure}")
-        return self._ask(config, self._timeout_s)
+            self._ask(self._awaited)
+        return self._ask(config)
 
     def _start(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in _stop)
@@ -302,9 +337,16 @@ class Worker:
             target=_forward_lines, args=(self._process.stdout, self._replies), daemon=True
         ).start()
 
-    def _ask(self, request: Any, timeout_s: float) -> Measurement:
-        assert self._process is not None
+    def _ask(self, request: Any, timeout_s: float | None = None) -> Measurement:
+        """Sends a request and waits for the answer.
+
+        Raises:
+            _DiedError: the process ended without one.
+        """
+        if self._process is None:  # lost by the request before
+            raise _DiedError("the process was stopped")
         assert self._process.stdin is not None
+        timeout_s = timeout_s or self._timeout_s
         try:
             pickle.dump(request, self._process.stdin)
             self._process.stdin.flush()
@@ -314,16 +356,16 @@ class Worker:
             return Measurement(failure=f"no result within {timeout_s:g} s, stopped")
         except BrokenPipeError:
             line = b""
-        if line:
-            result = Measurement(**json.loads(line))
-            if result.is_last:
-                self._stop()
-            return result
-        status = self._process.wait()
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-        self._stop()
-        return Measurement(failure=" ".join([f"the process ended with status {status}", *said]))
+        if not line:
+            status = self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            self._stop()
+            raise _DiedError(" ".join([f"the process ended with status {status}", *said]))
+        result = Measurement(**json.loads(line))
+        if result.is_last:
+            self._stop()
+        return result
 
     def _stop(self) -> None:
         """Kills the child; a kernel that hangs ends with it."""
@@ -357,17 +399,29 @@ class Bench:
         self._spec = spec
         self._operands = random_operands(spec)
         self._expected = jax.jit(functools.partial(backends.plain().forward, spec))(self._operands)
-        self._compiled: dict[Any, Any] = {}
+        self._compilers = concurrent.futures.ThreadPoolExecutor(_NUM_COMPILERS)
+        self._compiled: dict[Any, concurrent.futures.Future[Any]] = {}
+        self._checked: set[Any] = set()
+
+    def prepare(self, configs: Iterable[Any]) -> None:
+        """Begins to compile configurations that are new."""
+        for config in configs:
+            if config not in self._compiled:
+                self._compiled[config] = self._compilers.submit(self._compile, config)
+
+    def _compile(self, config: Any) -> Callable[..., Any]:
+        launch = jax.jit(functools.partial(self._attend, self._spec, config=config))
+        return launch.lower(self._operands).compile()
 
     def measure(self, config: Any) -> Measurement:
-        """Compiles and checks a configuration when it is new, and times it."""
-        if config not in self._compiled:
-            launch = jax.jit(functools.partial(self._attend, self._spec, config=config))
-            compiled = launch.lower(self._operands).compile()
+        """Checks a configuration when it is new, and times it."""
+        self.prepare([config])
+        compiled = self._compiled[config].result()
+        if config not in self._checked:
             if (failure := self._check(compiled)) is not None:
                 return Measurement(failure=failure)
-            self._compiled[config] = compiled
-        return Measurement(self.time_us(self._compiled[config]))
+            self._checked.add(config)
+        return Measurement(self.time_us(compiled))
 
     def _check(self, compiled: Callable[..., Any]) -> str | None:
         """Why the result is wrong; None if it is right, and the same each time."""
@@ -431,7 +485,8 @@ def _same(one: Any, other: Any) -> Array:
 def serve(bench: type[Bench] = Bench) -> None:
     """Measures what comes as pickles on standard input, and answers with lines of JSON.
 
-    The first pickle is the task ``(name, spec)``, those that follow are configurations.
+    The first pickle is the task ``(name, spec)``, those that follow are configurations or tuples of
+    them, to be prepared.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what compilers print must not get among the answers
@@ -443,9 +498,13 @@ def serve(bench: type[Bench] = Bench) -> None:
         call = bench(*pickle.load(sys.stdin.buffer))
         answer(Measurement(0.0))
         while True:
-            config = pickle.load(sys.stdin.buffer)
+            request = pickle.load(sys.stdin.buffer)
             try:
-                answer(call.measure(config))
+                if isinstance(request, tuple):
+                    call.prepare(request)
+                    answer(Measurement(0.0))
+                else:
+                    answer(call.measure(request))
             except (NotImplementedError, TypeError, ValueError) as error:
                 answer(Measurement(failure=_first_line(error)))  # of the compiler: no harm done
     except EOFError:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _REGISTERS = {
     2: {"consumer_registers": 240, "producer_registers": 24},
     3: {"consumer_registers": 160, "producer_registers": 32},
 }
+_SPARE_REGISTERS = 32  # for statistics, addresses and counters
+_BLOCK_KV = (64, 128, 192)
 _MAX_GROWTH = 12.0  # P reaches 2**12: fp16 holds 2**15
 
 
@@ -58,10 +60,15 @@ def tuned_config(problem: kernel.Problem) -> kernel.ForwardConfig:
         key_of(problem),
         problem,
         kernel.default_config(problem),
-        device_kind=jax.devices()[0].device_kind,
+        device_kind=device_kind(),
         source=source(),
         fit=functools.partial(fit, problem),
     )
+
+
+def device_kind() -> str:
+    """JAX's name of the default device, whose tables count."""
+    return jax.devices()[0].device_kind
 
 
 @functools.cache
@@ -83,17 +90,21 @@ def fit(
         is_exact: whether it was made for this very problem.
 
     Returns:
-        The same, without what depends on the number of tiles if it was made for other ones.
+        The same with the default's budget for spills, which no time was measured for; without what
+        depends on the number of tiles if it was made for other ones.
 
     Raises:
         ValueError: the kernel cannot run the problem with it.
     """
-    if not is_exact:
-        config = dataclasses.replace(config, head_group=0)
+    config = dataclasses.replace(
+        config,
+        spill_bytes=kernel.default_config(problem).spill_bytes,
+        head_group=config.head_group if is_exact else 0,
+    )
     # Names, the smallest and the largest value, and what it must be a multiple of.
     for name, low, high, step in (
         ("num_warpgroups", 1, 3, 1),
-        ("block_kv", 64, 256, 16),
+        ("block_kv", 64, 256, 64),  # a wgmma has 64 columns of P, given the swizzle of V
         ("num_stages", 1, 8, 1),
         ("consumer_registers", 24, 256, 8),
         ("producer_registers", 24, 256, 8),
@@ -115,25 +126,41 @@ def fit(
 def candidates(problem: kernel.Problem) -> tuple[kernel.ForwardConfig, ...]:
     """The default and the other shapes of a thread block: consumers, tiles, stages, Q's place.
 
-    The rest is as in the default; :func:`neighbours` varies it.
+    The rest is as in the default; :func:`neighbours` varies it. The most alike come first.
     """
     default = kernel.default_config(problem)
-    shapes = itertools.product((2, 3), (64, 128), (2, 3, 4), (False, True))
-    options = (
-        {
-            "num_warpgroups": num_warpgroups,
-            "block_kv": block_kv,
-            "num_stages": num_stages,
-            "query_registers": query_registers,
-            "opaque_index": default.opaque_index and not query_registers,
-            "share_out": default.share_out and not query_registers,
-            **_REGISTERS[num_warpgroups],
-        }
-        for num_warpgroups, block_kv, num_stages, query_registers in shapes
-        if _live_registers(problem, block_kv, query_registers)
-        < _REGISTERS[num_warpgroups]["consumer_registers"]
-    )
-    return tuple(_valid(problem, default, options))
+
+    def changes(config: kernel.ForwardConfig) -> int:
+        pairs = zip(dataclasses.astuple(config), dataclasses.astuple(default), strict=True)
+        return sum(x != y for x, y in pairs)
+
+    return tuple(dict.fromkeys([default, *sorted(_shapes(problem, default), key=changes)]))
+
+
+def _shapes(
+    problem: kernel.Problem, default: kernel.ForwardConfig
+) -> Iterator[kernel.ForwardConfig]:
+    """Thread blocks for which there are registers and shared memory."""
+    for num_warpgroups, block_kv, num_stages, query_registers in itertools.product(
+        (2, 3), _BLOCK_KV, (2, 3, 4), (False, True)
+    ):
+        registers = _REGISTERS[num_warpgroups]
+        live = _live_registers(problem, block_kv, query_registers)
+        if live > registers["consumer_registers"] - _SPARE_REGISTERS:
+            continue
+        for share_out in (False, True):  # where the memory does not allow a buffer of its own
+            changes = {
+                "num_warpgroups": num_warpgroups,
+                "block_kv": block_kv,
+                "num_stages": num_stages,
+                "query_registers": query_registers,
+                "opaque_index": default.opaque_index and not query_registers,
+                "share_out": share_out,
+                **registers,
+            }
+            if (config := _changed(problem, default, changes)) is not None:
+                yield config
+                break
 
 
 def neighbours(
@@ -150,22 +177,18 @@ def neighbours(
         options += [{"head_group": size} for size in sorted(groups - {group})]
     options += [{name: not getattr(config, name)} for name in switches]
     options.append({"lazy_growth": 8.0 if config.lazy_growth == 0.0 else 0.0})
-    return tuple(_valid(problem, config, options))[1:]
+    changed = (_changed(problem, config, changes) for changes in options)
+    return tuple(dict.fromkeys(x for x in changed if x is not None))
 
 
-def _valid(
-    problem: kernel.Problem, base: kernel.ForwardConfig, options: Iterable[dict[str, Any]]
-) -> Iterator[kernel.ForwardConfig]:
-    """The base and each change of it that the kernel can run, once."""
-    seen = set()
-    for changes in ({}, *options):
-        try:
-            config = fit(problem, dataclasses.replace(base, **changes))
-        except ValueError:
-            continue
-        if config not in seen:
-            seen.add(config)
-            yield config
+def _changed(
+    problem: kernel.Problem, config: kernel.ForwardConfig, changes: dict[str, Any]
+) -> kernel.ForwardConfig | None:
+    """A configuration with other options, or None if the kernel cannot run so."""
+    try:
+        return fit(problem, dataclasses.replace(config, **changes))
+    except ValueError:
+        return None
 
 
 def _live_registers(problem: kernel.Problem, block_kv: int, query_registers: bool) -> int:
