@@ -386,7 +386,7 @@ def append_kv(
     arrays = calls.append_call(
         key_pages, value_pages, new_key, new_value, slot_mapping, page_layout, k_scale, v_scale
     )
-    return reference.append(*arrays, page_layout)
+    return backends.append(*arrays, page_layout)
 
 
 def merge_attention(

@@ -28,7 +28,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -231,6 +231,48 @@ def plain() -> Backend:
     backend = load("chunked")
     assert not isinstance(backend, str)
     return backend
+
+
+def append(
+    key_pages: Array,
+    value_pages: Array,
+    new_key: Array,
+    new_value: Array,
+    slots: Array,
+    page_layout: str,
+) -> tuple[Array, Array]:
+    """Scatters tokens into pools, by a kernel where there is one; see :func:`jax_flash.append_kv`.
+
+    The kernel has the derivative of the plain scatter, and under vmap gives way to it.
+    """
+    arrays = (key_pages, value_pages, new_key, new_value, slots)
+    scatter = functools.partial(_module("xla").append, page_layout=page_layout)
+    device = device_of(key_pages)
+    if device.platform != "gpu" and "cuda" in _NEEDS_GPU:
+        return scatter(*arrays)
+    kernels: Any = load("cuda")
+    if isinstance(kernels, str) or kernels.append_reason(*arrays, device) is not None:
+        return scatter(*arrays)
+    kernel = jax.custom_batching.custom_vmap(
+        functools.partial(kernels.append, page_layout=page_layout)
+    )
+
+    @kernel.def_vmap
+    def batch(size: int, mapped: list[bool], *arrays: Array) -> Any:
+        axes = [0 if is_mapped else None for is_mapped in mapped]
+        return jax.vmap(scatter, axes, axis_size=size)(*arrays), (True, True)
+
+    run = jax.custom_jvp(kernel)
+
+    @run.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(scatter, primals, tangents)
+
+    return run(*arrays)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(_TABLE[name])
 
 
 def _warn_about_plain_xla(decision: Decision) -> None:

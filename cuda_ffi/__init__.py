@@ -1,0 +1,1 @@
+"""Hand-written CUDA kernels for decoding, behind the name ``"cuda"``."""

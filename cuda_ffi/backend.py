@@ -1,0 +1,161 @@
+"""The implementation ``"cuda"``: what the kernels can do, and the way from a call to a launch.
+
+Whatever runs is one custom call that reads lengths and tables on the device. On a CPU the same
+calls reach the kernels' twin (``csrc/cpu.cc``), which is there to test all but the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cuda_ffi import library
+from jax_flash.mask import MAX_OFFSET
+from jax_flash.spec import QUANTISED_DTYPES, AttentionSpec, Device, Operands
+
+Array = jax.Array
+
+FUSED = True
+
+MAX_NEW_TOKENS = 16
+MAX_HEAD_DIM = 256
+_CHUNK = 16  # tokens, csrc/kv_view.cuh
+_LAYOUTS = {None: 0, "NHD": 1, "HND": 2}  # csrc/call.h
+_MAX_RANGES = 320  # more than any GPU runs at once of the kernel that cuts items
+_TABLES_BATCH = 4096  # sequences whose chunk counts fit into shared memory beside the ring
+
+
+def supports(spec: AttentionSpec, device: Device) -> str | None:
+    """None where the kernels compute this call, else the reason why not."""
+    if device.platform == "gpu" and float(device.compute_capability or 0) < 8.0:
+        return f"needs compute capability 8.0 or newer; found {device.compute_capability}"
+    if spec.kind not in ("decode", "paged"):
+        return f"no {spec.kind} attention: its kernels read a key/value cache"
+    if spec.dtype not in ("float16", "bfloat16"):
+        return f"only float16 and bfloat16 queries; got {spec.dtype}"
+    if spec.q_len > MAX_NEW_TOKENS:
+        return f"at most {MAX_NEW_TOKENS} new tokens; got {spec.q_len}"
+    step = 16 if spec.kv_dtype in QUANTISED_DTYPES else 8
+    for dim in (spec.head_dim, spec.value_dim):
+        if dim % step or not step <= dim <= MAX_HEAD_DIM:
+            return (
+                f"head dims of a {spec.kv_dtype} cache are multiples of {step} up to "
+                f"{MAX_HEAD_DIM}; got {dim}"
+            )
+    return _size_reason(spec) or library.missing(device.platform)
+
+
+def _size_reason(spec: AttentionSpec) -> str | None:
+    """Limits of 32-bit counts; elements are found with 64 bits."""
+    if spec.batch > _TABLES_BATCH:
+        return f"at most {_TABLES_BATCH} sequences; got {spec.batch}"
+    if spec.kv_len == 0 or 0 in spec.arrays.query.shape or 0 in spec.arrays.key.shape:
+        return "zero-size arrays have nothing to read"
+    row_tiles = -(-spec.q_len * spec.num_q_heads // (8 * spec.num_kv_heads))
+    chunks = spec.batch * spec.num_kv_heads * row_tiles * (spec.kv_len // _CHUNK + 2)
+    if spec.kv_len > MAX_OFFSET or chunks >= 2**31:
+        return f"the cache is too large for its counts: {chunks} chunks of {_CHUNK} tokens"
+    return None
+
+
+def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
+    """Attention of one call.
+
+    Returns:
+        out ``[B, Tq, Hq, Dv]`` in the query's dtype and lse fp32 ``[B, Tq, Hq]``.
+    """
+    mask = operands.mask
+    assert mask.kv_ends is not None
+    window = (-1, -1) if mask.window is None else mask.window
+    results = (
+        jax.ShapeDtypeStruct((*operands.query.shape[:-1], spec.value_dim), spec.dtype),
+        jax.ShapeDtypeStruct(operands.query.shape[:-1], jnp.float32),
+        jax.ShapeDtypeStruct((_workspace_size(spec),), jnp.float32),
+    )
+    out, lse, _ = jax.ffi.ffi_call(library.DECODE, results)(
+        operands.query,
+        operands.key,
+        operands.value,
+        _or_nothing(operands.block_tables, np.int32),
+        mask.kv_ends.reshape(spec.batch),
+        _or_nothing(operands.sinks),
+        _or_nothing(operands.alibi_slopes),
+        _or_nothing(operands.k_scale),
+        _or_nothing(operands.v_scale),
+        layout=np.int64(_LAYOUTS[spec.page_layout]),
+        scale=np.float32(spec.scale),
+        soft_cap=np.float32(spec.soft_cap or 0.0),
+        is_causal=np.bool_(mask.is_causal),
+        window_left=np.int64(min(window[0], MAX_OFFSET)),
+        window_right=np.int64(min(window[1], MAX_OFFSET)),
+        batch_invariant=np.bool_(spec.deterministic),
+    )
+    return out, lse
+
+
+def _or_nothing(x: Array | None, dtype: Any = np.float32) -> Array | np.ndarray:
+    """An array of size 0 stands for one that is not there."""
+    return np.zeros((0,), dtype) if x is None else x
+
+
+def _workspace_size(spec: AttentionSpec) -> int:
+    """Floats for the parts of items that are cut: two a range of chunks."""
+    rows = min(spec.q_len * spec.num_q_heads // spec.num_kv_heads, 16)
+    widest = next(dim for dim in (64, 128, MAX_HEAD_DIM) if dim >= spec.value_dim)
+    return 2 * _MAX_RANGES * rows * (widest + 4)
+
+
+def append_reason(
+    key_pages: Array,
+    value_pages: Array,
+    new_key: Array,
+    new_value: Array,
+    slots: Array,
+    device: Device,
+) -> str | None:
+    """Why :func:`append` cannot run, or None."""
+    del new_key, new_value, slots
+    if device.platform == "gpu" and float(device.compute_capability or 0) < 8.0:
+        return f"needs compute capability 8.0 or newer; found {device.compute_capability}"
+    for pool in (key_pages, value_pages):
+        if pool.dtype == "float64":
+            return "no float64 pools"
+        if not all(isinstance(size, int) for size in pool.shape):
+            return "needs sizes that are known when the call is traced; some are symbolic"
+        if math.prod(pool.shape[:3]) >= 2**31 or 0 in pool.shape:
+            return f"at least one slot and less than 2**31; the pool is {pool.shape}"
+    return library.missing(device.platform)
+
+
+def append(
+    key_pages: Array,
+    value_pages: Array,
+    new_key: Array,
+    new_value: Array,
+    slots: Array,
+    page_layout: str,
+) -> tuple[Array, Array]:
+    """Scatters tokens ``[N, Hk, D]`` into their slots; see :func:`jax_flash.append_kv`.
+
+    The pools are aliased to the results: where XLA may overwrite them nothing is copied.
+    """
+    call: Callable = jax.ffi.ffi_call(
+        library.APPEND,
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key_pages, value_pages)),
+        input_output_aliases={0: 0, 1: 1},
+    )
+    return tuple(
+        call(
+            key_pages,
+            value_pages,
+            new_key,
+            new_value,
+            slots,
+            layout=np.int64(_LAYOUTS[page_layout]),
+        )
+    )

@@ -1,0 +1,65 @@
+// Where the tokens of a sequence lie, and which of them its queries see.
+#pragma once
+#include "params.h"
+#include "ptx.cuh"
+
+namespace jax_flash {
+
+constexpr int kChunk = 16;  // tokens that one warp works on at a time, and the unit of scheduling
+
+JF_DEVICE int length_of(const DecodeParams& p, int b) {
+  return min(max(p.kv_lens[b], 0), p.capacity);
+}
+
+JF_DEVICE int page_of(const DecodeParams& p, int token) {
+  return (unsigned)token / (unsigned)p.page_size;
+}
+
+// Tokens [begin, end) of the cache, visible to one or to all new tokens of a sequence.
+struct Span {
+  int begin, end;
+
+  JF_DEVICE int chunks() const { return end > begin ? (end - begin + kChunk - 1) / kChunk : 0; }
+};
+
+// Of the new token `token`; it stands at length - q_len + token.
+JF_DEVICE Span visible_to(const DecodeParams& p, int length, int token) {
+  const int position = length - p.q_len + token;
+  Span s{0, length};
+  if (p.is_causal) s.end = min(s.end, position + 1);
+  if (p.window_left >= 0) s.begin = max(s.begin, position - p.window_left);
+  if (p.window_right >= 0 && position < p.capacity - p.window_right) {
+    s.end = min(s.end, position + p.window_right + 1);
+  }
+  return s;
+}
+
+// What any new token sees, from a multiple of kChunk on.
+JF_DEVICE Span visible_to_any(const DecodeParams& p, int length) {
+  const Span first = visible_to(p, length, 0), last = visible_to(p, length, p.q_len - 1);
+  return {first.begin / kChunk * kChunk, max(last.end, 0)};
+}
+
+// The page that holds a token, or -1 where the table names none. Only for tokens below the length:
+// entries beyond it may hold anything.
+JF_DEVICE int page_id(const DecodeParams& p, int b, int token) {
+  if (p.block_tables == nullptr) return b;
+  const int id = p.block_tables[(int64_t)b * p.max_pages + page_of(p, token)];
+  return (unsigned)id < (unsigned)p.num_pages ? id : -1;
+}
+
+// Of a token in a page that exists.
+JF_DEVICE int64_t element_offset(const DecodeParams& p, const KvView& view, int page, int token,
+                                 int head) {
+  const int slot = token - page_of(p, token) * p.page_size;
+  return page * view.page_stride + slot * view.token_stride + head * view.head_stride;
+}
+
+JF_DEVICE int64_t scale_offset(const DecodeParams& p, const KvView& view, int page, int token,
+                               int head) {
+  const int slot = token - page_of(p, token) * p.page_size;
+  return page * view.scale_page_stride + slot * view.scale_token_stride +
+         head * view.scale_head_stride;
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,185 @@
+// Which kernel runs a call: from shapes and the device alone, never from the lengths, which stay on
+// the device.
+//
+// Measured on an H200 (docs/log.md): a cluster of up to 8 blocks an item is the fastest while all
+// clusters are resident at once and no sequence can be long; one block an item where items are many
+// and short; equal ranges for everything else.
+#pragma once
+#include <algorithm>
+#include <atomic>
+
+#include "combine.cuh"
+#include "device.h"
+
+namespace jax_flash {
+
+constexpr int kMaxClusterTokens = 16384;  // longer items are cut finer than clusters can
+constexpr int kMaxSoloTokens = 2048;      // one block reads these in about 10 us
+
+// Lets a kernel use all the shared memory there is; once for each kernel and device.
+template <class C>
+Status allow_shared_memory(const DeviceFacts& device) {
+  static std::atomic<uint64_t> done{0};
+  const uint64_t bit = uint64_t(1) << (device.device & 63);
+  if (done.load() & bit) return {};
+  JF_CHECK(cudaFuncSetAttribute(decode_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                device.smem_bytes));
+  done |= bit;
+  return {};
+}
+
+template <class C>
+Status make_maps(const DecodeParams& p, CUtensorMap* key_map, CUtensorMap* value_map) {
+  *key_map = *value_map = {};
+  if constexpr (C::kTma) {
+    JF_RETURN_IF_FAILED(encode_map(p, p.k, p.head_dim, key_map));
+    JF_RETURN_IF_FAILED(encode_map(p, p.v, p.value_dim, value_map));
+  }
+  return {};
+}
+
+// The greatest number of clusters of this size that run at once.
+template <class C>
+Status resident_clusters(int parts, int smem, int* count) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {(unsigned)parts, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(parts), config.blockDim = dim3(C::kThreads);
+  config.dynamicSmemBytes = smem, config.attrs = &attribute, config.numAttrs = 1;
+  JF_CHECK(cudaOccupancyMaxActiveClusters(count, decode_kernel<C>, &config));
+  return {};
+}
+
+template <class C>
+Status launch_fixed(const DecodeParams& p, Grid grid, int items, int parts, cudaStream_t stream) {
+  CUtensorMap key_map, value_map;
+  JF_RETURN_IF_FAILED(make_maps<C>(p, &key_map, &value_map));
+  grid.parts = parts;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {(unsigned)parts, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(items * parts), config.blockDim = dim3(C::kThreads);
+  config.dynamicSmemBytes = C::smem_bytes(p, grid.rows, parts), config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = parts > 1 ? 1 : 0;
+  JF_CHECK(cudaLaunchKernelEx(&config, decode_kernel<C>, p, grid, key_map, value_map));
+  return {};
+}
+
+template <class C>
+Status launch_balanced(const DecodeParams& p, Grid grid, int items, int max_chunks,
+                       const DeviceFacts& device, cudaStream_t stream) {
+  CUtensorMap key_map, value_map;
+  JF_RETURN_IF_FAILED(make_maps<C>(p, &key_map, &value_map));
+  grid.parts = 1;
+  const int smem = C::smem_bytes(p, grid.rows, 1);
+  int blocks;
+  JF_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<C>, C::kThreads,
+                                                         smem));
+  if (blocks == 0) return {"decode", "the batch's tables do not fit into shared memory"};
+  blocks *= device.multiprocessors;
+  // Cuts at the ends of items cost nothing: with equal lengths a multiple of the items has only them.
+  if (items <= blocks && blocks / items * items >= blocks * 9 / 10) blocks = blocks / items * items;
+  const int64_t useful = ((int64_t)items * max_chunks + C::kWarps - 1) / C::kWarps;
+  const int64_t room = p.num_partials / ((int64_t)2 * grid.rows * C::kPitch);
+  blocks = (int)std::max<int64_t>(1, std::min<int64_t>({blocks, useful, room}));
+  decode_kernel<C><<<blocks, C::kThreads, smem, stream>>>(p, grid, key_map, value_map);
+  JF_CHECK(cudaGetLastError());
+  if (blocks == 1) return {};
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks - 1), config.blockDim = dim3(128);
+  config.dynamicSmemBytes = Ranges::bytes(p.batch), config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = device.capability >= 90 ? 1 : 0;
+  JF_CHECK(cudaLaunchKernelEx(&config, combine_kernel<C>, p, grid, blocks));
+  return {};
+}
+
+// Tokens that a query can see at most.
+inline int visible_capacity(const DecodeParams& p) {
+  const bool is_bounded = p.window_left >= 0 && (p.is_causal || p.window_right >= 0);
+  const int64_t right = p.is_causal ? 0 : std::max(p.window_right, 0);
+  const int64_t window = (int64_t)p.window_left + right + p.q_len + kChunk;
+  return is_bounded ? (int)std::min<int64_t>(p.capacity, window) : p.capacity;
+}
+
+// Solo: one block an item. Cluster: up to 8. Ranges: equal ranges.
+template <class Solo, class Cluster, class Ranges_>
+Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
+  Grid grid{};
+  grid.row_tiles = (p.rows() + Ranges_::kRows - 1) / Ranges_::kRows;
+  grid.rows = std::min(p.rows(), Ranges_::kRows);
+  const int items = p.batch * p.kv_heads * grid.row_tiles;
+  const int tokens = visible_capacity(p), max_chunks = (tokens + kChunk - 1) / kChunk;
+  const int64_t cache_bytes = (int64_t)p.batch * tokens * p.kv_heads *
+                              (p.head_dim + p.value_dim) * size_of(p.kv_type);
+  grid.evict_first = cache_bytes > device.l2_bytes;
+  JF_RETURN_IF_FAILED(allow_shared_memory<Solo>(device));
+  JF_RETURN_IF_FAILED(allow_shared_memory<Cluster>(device));
+  JF_RETURN_IF_FAILED(allow_shared_memory<Ranges_>(device));
+  const bool has_clusters = device.capability >= 90;
+  if (p.batch_invariant) {
+    return launch_fixed<Cluster>(p, grid, items, has_clusters ? 8 : 1, stream);
+  }
+  if (has_clusters && tokens <= kMaxClusterTokens) {
+    for (int parts = 8; parts > 1; parts /= 2) {
+      if (items * parts > 2 * device.multiprocessors) continue;
+      int resident;
+      const int smem = Cluster::smem_bytes(p, grid.rows, parts);
+      JF_RETURN_IF_FAILED(resident_clusters<Cluster>(parts, smem, &resident));
+      if (items <= resident) return launch_fixed<Cluster>(p, grid, items, parts, stream);
+    }
+  }
+  if (tokens <= kMaxSoloTokens && items >= 2 * device.multiprocessors) {
+    return launch_fixed<Solo>(p, grid, items, 1, stream);
+  }
+  return launch_balanced<Ranges_>(p, grid, items, max_chunks, device, stream);
+}
+
+constexpr int stages_for(int stage_bytes, int warps, int budget) {
+  const int stages = budget / (stage_bytes * warps);
+  return stages < 1 ? 1 : stages > 4 ? 4 : stages;
+}
+
+// One type and one class of head dims; TILES tiles of 8 query rows.
+template <class T, class KV, int DK, int DV, int TILES>
+Status decode_tiles(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
+  constexpr int kRow = (int)sizeof(KV);
+  constexpr int kStage = ((DK * kRow + 127) / 128 + (DV * kRow + 127) / 128) * kGroupBytes;
+  constexpr bool kIsLarge = DK > 128;
+#ifdef JAX_FLASH_TMA
+  constexpr bool kHasGroups = DK * kRow % 128 == 0 && DV * kRow % 128 == 0;
+  if constexpr (kHasGroups) {
+    const bool is_paged = p.block_tables != nullptr;
+    const bool has_boxes = is_paged ? p.page_size % kChunk == 0 : p.page_size >= kChunk;
+    if (device.capability >= 90 && device.smem_bytes >= 220 * 1024 && has_boxes &&
+        p.head_dim == DK && p.value_dim == DV) {
+      constexpr int kWarps = kIsLarge ? 4 : 8;
+      using Solo = Config<T, KV, DK, DV, TILES, 4, stages_for(kStage, 4, 98304), 2, true, false>;
+      using Cluster = Config<T, KV, DK, DV, TILES, kWarps,
+                             stages_for(kStage, kWarps, 196608), 1, true, false>;
+      using Balanced = Config<T, KV, DK, DV, TILES, kWarps,
+                              stages_for(kStage, kWarps, 131072), 1, true, true>;
+      return dispatch<Solo, Cluster, Balanced>(p, device, stream);
+    }
+  }
+#endif
+  constexpr int kBlocks = kIsLarge ? 1 : 2;
+  constexpr int kStages = stages_for(kStage, 4, 65536);
+  using Fixed = Config<T, KV, DK, DV, TILES, 4, kStages, kBlocks, false, false>;
+  using Balanced = Config<T, KV, DK, DV, TILES, 4, kStages, kBlocks, false, true>;
+  return dispatch<Fixed, Fixed, Balanced>(p, device, stream);
+}
+
+template <class T, class KV, int DK, int DV>
+Status decode_class(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
+  if constexpr (DK < 256) {
+    if (p.rows() > 8) return decode_tiles<T, KV, DK, DV, 2>(p, device, stream);
+  }
+  return decode_tiles<T, KV, DK, DV, 1>(p, device, stream);
+}
+
+}  // namespace jax_flash

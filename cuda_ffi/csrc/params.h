@@ -1,0 +1,78 @@
+// What one launch needs, as plain structs: the same for the CUDA kernels and for their twin on the
+// CPU. No framework, no templates. Strides and offsets are 64-bit and in elements.
+#pragma once
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define JF_BOTH __host__ __device__
+#else
+#define JF_BOTH
+#endif
+
+namespace jax_flash {
+
+enum class DType : int { kF32, kF16, kBF16, kE4M3, kE5M2, kI8 };
+
+inline int size_of(DType type) {
+  return type == DType::kF32 ? 4 : type == DType::kF16 || type == DType::kBF16 ? 2 : 1;
+}
+
+// A cache seen as blocks of `page_size` tokens: pages of a pool, in either layout, or the rows of a
+// contiguous cache (one block a sequence, found without a table).
+struct KvView {
+  const void* data;
+  int64_t page_stride, token_stride, head_stride;
+  // What the elements are multiplied by, fp32; null is 1. A stride is 0 where one number serves all.
+  const float* scale;
+  int64_t scale_page_stride, scale_token_stride, scale_head_stride;
+
+  JF_BOTH bool has_token_scales() const { return (scale_page_stride | scale_token_stride) != 0; }
+};
+
+// out[b, t, h] = softmax(scale * q k^T + terms) v over the visible keys; lse likewise. Rows of one
+// key/value head are numbered r = t * group + g: new token t, query head h = head * group + g.
+struct DecodeParams {
+  const void* q;  // [B, q_len, Hq, D]
+  void* out;      // [B, q_len, Hq, Dv], the query's type
+  float* lse;     // [B, q_len, Hq], natural log
+  KvView k, v;
+  const int32_t* block_tables;  // [B, max_pages]; null for a contiguous cache
+  const int32_t* kv_lens;       // [B], on the device; clipped to [0, capacity] where they are read
+  const float *sinks, *alibi_slopes;          // [B, Hq] or null
+  int64_t sinks_stride, alibi_slopes_stride;  // of the batch: Hq, or 0 where all share one row
+  float* partials;              // room for parts of cut rows, see schedule.cuh
+  int64_t num_partials;         // floats there
+  DType q_type, kv_type;
+  int batch, q_len, kv_heads, group, head_dim, value_dim;
+  int num_pages, page_size, max_pages, capacity;  // capacity: tokens that a sequence may have
+  float scale, soft_cap;                          // soft_cap 0: none
+  int is_causal, window_left, window_right;       // window sides < 0: none
+  int batch_invariant;  // whether a sequence's bits must not depend on its neighbours
+
+  JF_BOTH int rows() const { return q_len * group; }
+};
+
+// pool[page, slot] = new[token] for slot_mapping[token] = page * page_size + slot.
+struct AppendParams {
+  void *key_pages, *value_pages;           // updated in place
+  const void *new_key, *new_value;         // [tokens, Hk, D], the pools' type
+  const int32_t* slots;                    // [tokens]; outside the pool: skipped
+  int64_t page_stride, token_stride, head_stride;        // of key_pages, in bytes
+  int64_t v_page_stride, v_token_stride, v_head_stride;  // of value_pages, in bytes
+  int64_t num_slots;
+  int tokens, kv_heads, page_size;
+  int key_bytes, value_bytes;  // of one token and head
+};
+
+// An outcome: null `what` is success.
+struct Status {
+  const char* what = nullptr;   // the step that failed
+  const char* cause = nullptr;  // the runtime's own words
+};
+
+Status decode_cuda(const DecodeParams& params, void* stream);
+Status append_cuda(const AppendParams& params, void* stream);
+Status decode_cpu(const DecodeParams& params);
+Status append_cpu(const AppendParams& params);
+
+}  // namespace jax_flash

@@ -1,0 +1,154 @@
+// Who computes what. An item is one sequence, one key/value head and one tile of query rows; it is
+// as many chunks of 16 tokens long as its queries can see.
+//
+// Split by a cluster (fixed): the blocks of a cluster share one item, chunk by chunk in turn, and
+// merge through each other's shared memory. No workspace; bits do not depend on other sequences.
+//
+// Equal ranges (balanced): all chunks of all items, one after another, are cut into as many equal
+// ranges as there are blocks. Lengths are read here, on the device, so any skew is balanced and no
+// length is known on the host. An item inside one range is written at once; each part of a cut one
+// goes to a slot of the workspace, and combine.cuh merges the parts in order. A block has at most two
+// cut items: its first (slot 0) and its last (slot 1).
+#pragma once
+#include "kv_view.cuh"
+
+namespace jax_flash {
+
+// Tile of query rows, key/value head and sequence; `chunks` of its span are [first, last).
+struct Segment {
+  int b, head, row_tile;
+  Span span;  // of the whole item
+  int first, last;
+
+  JF_DEVICE int num_chunks() const { return span.chunks(); }
+  JF_DEVICE bool is_whole() const { return first == 0 && last == num_chunks(); }
+};
+
+struct Equal {  // T chunks over G blocks: the first T % G have one more
+  int share, extra;
+
+  JF_DEVICE Equal(int total, int blocks)
+      : share((unsigned)total / (unsigned)blocks), extra(total - share * blocks) {}
+
+  JF_DEVICE int begin(int block) const { return block * share + min(block, extra); }
+
+  JF_DEVICE int owner(int chunk) const {
+    const int large = extra * (share + 1);
+    return chunk < large ? (unsigned)chunk / (unsigned)(share + 1)
+                         : extra + (unsigned)(chunk - large) / (unsigned)share;
+  }
+};
+
+// The prefix sums of the sequences' chunks, in shared memory.
+struct Ranges {
+  const int* prefix;   // [B + 1]
+  const int* lengths;  // [B]
+  int items;           // of one sequence
+
+  static __host__ __device__ int bytes(int batch) { return (2 * batch + 1) * (int)sizeof(int); }
+
+  // One warp fills the tables; the block must synchronise afterwards.
+  static JF_DEVICE void fill(const DecodeParams& p, int* tables, int lane) {
+    int* lengths = tables + p.batch + 1;
+    int carry = 0;
+    if (lane == 0) tables[0] = 0;
+#pragma unroll 2
+    for (int base = 0; base < p.batch; base += 32) {
+      const int b = base + lane;
+      const int length = b < p.batch ? length_of(p, b) : 0;
+      int sum = b < p.batch ? visible_to_any(p, length).chunks() : 0;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int below = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += below;
+      }
+      if (b < p.batch) {
+        tables[b + 1] = carry + sum;
+        lengths[b] = length;
+      }
+      carry += __shfl_sync(~0u, sum, 31);
+    }
+  }
+
+  JF_DEVICE int total(int batch) const { return prefix[batch] * items; }
+
+  JF_DEVICE int first_chunk(int b, int item) const {  // of an item, among all
+    return prefix[b] * items + item * (prefix[b + 1] - prefix[b]);
+  }
+
+  JF_DEVICE int sequence_at(int batch, int chunk) const {  // the last one that begins at or before
+    int low = 0, high = batch;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (prefix[middle] * items <= chunk) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+};
+
+// The segments of one block, in order.
+template <bool kBalanced>
+struct Walk;
+
+template <>
+struct Walk<false> {  // one item; this block's chunks are part, part + parts, ...
+  Segment segment;
+  bool valid;
+
+  JF_DEVICE Walk(const DecodeParams& p, const Ranges&, int item, int row_tiles, int) {
+    const int heads = p.kv_heads * row_tiles;
+    const int b = item / heads, rest = item - b * heads;
+    segment.b = b, segment.head = rest / row_tiles, segment.row_tile = rest % row_tiles;
+    segment.span = visible_to_any(p, length_of(p, b));
+    segment.first = 0, segment.last = segment.num_chunks();
+    valid = true;
+  }
+
+  JF_DEVICE void next(const DecodeParams&) { valid = false; }
+};
+
+template <>
+struct Walk<true> {
+  Segment segment;
+  bool valid;
+  int low, high;  // the block's range
+  int item;       // in its sequence
+  int row_tiles;
+  Ranges ranges;
+
+  JF_DEVICE Walk(const DecodeParams& p, const Ranges& ranges, int block, int row_tiles, int blocks)
+      : row_tiles(row_tiles), ranges(ranges) {
+    const Equal equal(ranges.total(p.batch), blocks);
+    low = equal.begin(block), high = equal.begin(block + 1);
+    valid = high > low;
+    if (!valid) return;
+    segment.b = ranges.sequence_at(p.batch, low);
+    const int length = ranges.prefix[segment.b + 1] - ranges.prefix[segment.b];
+    item = (unsigned)(low - ranges.prefix[segment.b] * ranges.items) / (unsigned)length;
+    locate(p);
+  }
+
+  JF_DEVICE void next(const DecodeParams& p) {
+    if (++item == ranges.items) {
+      item = 0;
+      do {
+        ++segment.b;
+      } while (segment.b < p.batch && ranges.prefix[segment.b + 1] == ranges.prefix[segment.b]);
+    }
+    valid = segment.b < p.batch && ranges.first_chunk(segment.b, item) < high;
+    if (valid) locate(p);
+  }
+
+  JF_DEVICE void locate(const DecodeParams& p) {
+    segment.head = item / row_tiles, segment.row_tile = item - segment.head * row_tiles;
+    segment.span = visible_to_any(p, ranges.lengths[segment.b]);
+    const int begin = ranges.first_chunk(segment.b, item);
+    segment.first = max(low - begin, 0), segment.last = min(high - begin, segment.num_chunks());
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,74 @@
+// The state of an online softmax, in the base-2 domain, and its merge.
+//
+//   m = max of the logits * log2(e), l = sum of 2^(x - m), acc = sum of 2^(x - m) v
+//   merge: M = max(m1, m2), l = l1 2^(m1 - M) + l2 2^(m2 - M), acc likewise
+//
+// A state that has seen nothing has m = kEmpty, l = 0, acc = 0: finite, so that it merges without
+// inf - inf.
+#pragma once
+#include "params.h"
+#include "ptx.cuh"
+
+namespace jax_flash {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kEmpty = -3.4028234e38f;
+
+struct State4 {  // four of a row's accumulators
+  float m = kEmpty, l = 0.f;
+  float4 acc = {0.f, 0.f, 0.f, 0.f};
+};
+
+JF_DEVICE void add_scaled(float4& x, float weight, const float4& y) {
+  x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;
+}
+
+JF_DEVICE float4 operator*(float weight, const float4& y) {
+  return {weight * y.x, weight * y.y, weight * y.z, weight * y.w};
+}
+
+// Folds a group of states, read by `get(i) -> State4`, into x.
+template <int kCount, class Get>
+JF_DEVICE void merge_into(State4& x, Get get) {
+  State4 part[kCount];
+  float m = x.m;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    part[i] = get(i);
+    m = fmaxf(m, part[i].m);
+  }
+  const float keep = exp2_fast(x.m - m);
+  x.m = m, x.l *= keep, x.acc = keep * x.acc;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float weight = exp2_fast(part[i].m - m);
+    x.l += weight * part[i].l;
+    add_scaled(x.acc, weight, part[i].acc);
+  }
+}
+
+// The end of a row: the sink joins the denominator, v's scale the numerator; out and lse are
+// written. `first` is the index of the first of the four accumulators in the value head.
+template <class T>
+JF_DEVICE void write_row(const DecodeParams& p, int b, int head, int row, int first, State4 x) {
+  const int token = p.q_len == 1 ? 0 : row / p.group, g = row - token * p.group;
+  const int q_head = head * p.group + g;
+  if (p.sinks != nullptr && x.l != 0.f) {  // a sink makes no key
+    const float sink = p.sinks[b * p.sinks_stride + q_head] * kLog2E, m = fmaxf(x.m, sink);
+    const float keep = exp2_fast(x.m - m);
+    x.l = x.l * keep + exp2_fast(sink - m);
+    x.acc = keep * x.acc;
+    x.m = m;
+  }
+  const bool has_v_scale = p.v.scale != nullptr && !p.v.has_token_scales();
+  const float v_scale = has_v_scale ? p.v.scale[head * p.v.scale_head_stride] : 1.f;
+  const float factor = x.l == 0.f ? 0.f : v_scale / x.l;  // l may be NaN, and then so is out
+  const float4 out = x.l == 0.f ? float4{0.f, 0.f, 0.f, 0.f} : factor * x.acc;
+  const int64_t index = ((int64_t)b * p.q_len + token) * (p.kv_heads * p.group) + q_head;
+  *(uint2*)((T*)p.out + index * p.value_dim + first) = {pack<T>(out.x, out.y),
+                                                        pack<T>(out.z, out.w)};
+  if (first == 0) p.lse[index] = x.l == 0.f ? -INFINITY : (x.m + log2f(x.l)) * kLn2;
+}
+
+}  // namespace jax_flash
