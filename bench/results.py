@@ -180,6 +180,9 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(
             _is_a(x, of_key) and _is_a(y, of_value) for x, y in value.items()
         )
+    if typing.get_origin(hint) is list:
+        (of_item,) = typing.get_args(hint)
+        return isinstance(value, list) and all(_is_a(x, of_item) for x in value)
     return isinstance(value, hint)
 
 

@@ -142,7 +142,7 @@ class _Suite:
             references = {case: pool.submit(self._reference, case) for case in self._cases}
             # All of it first: XLA's autotuning, and the references, run on the GPU.
             pool.shutdown(wait=True)
-        print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"compiled and referenced after {time.perf_counter() - start:.0f} s", flush=True)
         for case in self._cases:
             done = len(self.rows)
             compiled = [future.result() for future in programs.pop(case)]
@@ -240,7 +240,7 @@ class _Suite:
 
         args, do = inputs(case), self._do(case)
         calls: dict[str, dict[str, timing.Call]] = {mode: {} for mode in self._modes}
-        errors: dict[tuple[str, str], float] = {}
+        judged: dict[tuple[str, str], tuple[float, bool]] = {}
         notes: dict[str, str | None] = {}
         for impl, program in zip(self._impls, programs, strict=True):
             try:
@@ -248,7 +248,7 @@ class _Suite:
                     raise program
                 notes[impl] = program.note
                 for mode, call in _calls(program, args, do).items():
-                    errors[impl, mode] = reference.error(_named(mode, call()))
+                    judged[impl, mode] = reference.judge(_named(mode, call()))
                     calls[mode][impl] = call
             except Exception as error:
                 for mode in self._modes:
@@ -259,11 +259,8 @@ class _Suite:
                 if isinstance(time_us, Exception):
                     self._fail(case, impl, mode, time_us)
                     continue
-                error = errors[impl, mode]
-                note = notes[impl]
-                if error > 2.0 * reference.plain_error:
-                    note = results.INACCURATE
-                    print(f"{impl}: error {error:.2g}, plain {reference.plain_error:.2g}")
+                error, is_good = judged[impl, mode]
+                note = notes[impl] if is_good else results.INACCURATE
                 self._add(case, impl, mode, time_us, note, error)
                 if self._arguments.sustained and case in cases.SUSTAINED:
                     sustained = timing.sustained_us(calls[mode][impl], time_us)
