@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         write(arguments.table, device, entries)
         return 0
     import jax_flash
-    from jax_flash import tuner
+    from jax_flash import measure, tuner
 
     # This process holds a context on the GPU too; the memory is for the one that measures.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
                 timeout_s=arguments.timeout,
                 log=lambda line: print(line, flush=True),
             )
-        except tuner.TuningError as error:
+        except measure.TuningError as error:
             print(error, file=sys.stderr)
             failures += 1
             continue

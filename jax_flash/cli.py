@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_flash
-from jax_flash import backends, tuner, tuning
+from jax_flash import backends, measure, tuner, tuning
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TypeError, ValueError) as error:
         print(f"jax-flash: {error}", file=sys.stderr)
         return 2
-    except tuner.TuningError as error:
+    except measure.TuningError as error:
         print(f"jax-flash: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,6 +1,6 @@
 """A stand-in for a kernel package that can be tuned, and the process that measures it.
 
-Run as a program it serves like ``python -m jax_flash.tuner``, with times that the configurations
+Run as a program it serves like ``python -m jax_flash.measure``, with times that the configurations
 themselves dictate; all else is real: the pipes, compilation, and the check of the results.
 """
 
@@ -14,7 +14,7 @@ import types
 import jax
 import jax.numpy as jnp
 
-from jax_flash import backends, reference, tuner, tuning
+from jax_flash import backends, measure, reference, tuning
 
 COMMAND = [sys.executable, "-m", "tests.fake_tuner"]
 
@@ -108,7 +108,7 @@ def register(monkeypatch=None):
     return kernels
 
 
-class TimedBench(tuner.Bench):
+class TimedBench(measure.Bench):
     """Times as the configuration says."""
 
     def __init__(self, name, spec):
@@ -129,4 +129,4 @@ if __name__ == "__main__":
     from tests import fake_tuner  # not __main__: pickles name their module
 
     fake_tuner.register()
-    tuner.serve(fake_tuner.TimedBench)
+    measure.serve(fake_tuner.TimedBench)

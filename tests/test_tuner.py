@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash import backends, cli, dot_product_attention, explain, tuner, tuning
+from jax_flash import backends, cli, dot_product_attention, explain, measure, tuner, tuning
 from jax_flash.spec import Device
 from pallas_kernels import backend, tiles, tune
 from pallas_kernels import forward as kernel
@@ -31,7 +31,7 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(tuning.VARIABLE, raising=False)
     monkeypatch.setattr(backends, "device_of", lambda *_: GPU)
-    monkeypatch.setattr(tuner, "_WORKER", fake_tuner.COMMAND)
+    monkeypatch.setattr(measure, "WORKER", fake_tuner.COMMAND)
     yield fake_tuner.register(monkeypatch)
     backends.load.cache_clear()
 
@@ -100,13 +100,13 @@ def test_when_time_is_up_nothing_new_is_tried(fake):
 
 def test_a_default_that_cannot_be_measured_is_an_error(fake):
     fake.forward = functools.partial(fake.forward, default=Config(behaviour="one row"))
-    with pytest.raises(tuner.TuningError, match="default configuration of fake cannot be measured"):
+    with pytest.raises(measure.TuningError, match="of fake cannot be measured: wrong"):
         run([])
 
 
 def test_a_child_that_does_not_start_is_an_error(fake, monkeypatch):
-    monkeypatch.setattr(tuner, "_WORKER", [*fake_tuner.COMMAND[:-1], "tests.no_such_module"])
-    with pytest.raises(tuner.TuningError, match=r"did not start: .* No module named"):
+    monkeypatch.setattr(measure, "WORKER", [*fake_tuner.COMMAND[:-1], "tests.no_such_module"])
+    with pytest.raises(measure.TuningError, match=r"did not start: .* No module named"):
         run([])
 
 
@@ -118,8 +118,8 @@ def test_the_winner_beats_the_default_in_every_round():
 
 def test_calls_with_arrays_beside_query_key_and_value_are_refused():
     spec = spec_of(key_value_seq_lengths=jnp.array([3]))
-    with pytest.raises(tuner.TuningError, match="arrays beside query, key and value"):
-        tuner.random_operands(spec)
+    with pytest.raises(measure.TuningError, match="arrays beside query, key and value"):
+        measure.random_operands(spec)
 
 
 # The command.
@@ -189,11 +189,11 @@ def test_times_are_checked(value, capsys):
 def bench(monkeypatch):
     """Measures the forward kernel, in interpret mode if there is no GPU; then a time is 1 µs."""
     if ON_GPU:
-        return tuner.Bench("mosaic", spec_of(130, 1, 64, is_causal=True))
+        return measure.Bench("mosaic", spec_of(130, 1, 64, is_causal=True))
     options = {"interpret": plgpu.InterpretGPUParams(), "num_blocks": 1}
     monkeypatch.setattr(backend, "attend", functools.partial(backend.attend, **options))
-    monkeypatch.setattr(tuner.Bench, "time_us", lambda *_: 1.0)
-    return tuner.Bench("mosaic", spec_of(130, 1, 64, is_causal=True))
+    monkeypatch.setattr(measure.Bench, "time_us", lambda *_: 1.0)
+    return measure.Bench("mosaic", spec_of(130, 1, 64, is_causal=True))
 
 
 def test_the_forward_kernel_is_measured_as_right(bench):
