@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", default="all", help='"all", "none" or some, such as fa3,cudnn (ours always runs)'
     )
     parser.add_argument("--out", type=Path, help="result file; bench/results/SUITE.json by default")
-    parser.add_argument("--quick", action="store_true", help="fewer launches; for development")
+    parser.add_argument("--quick", action="store_true", help="fewer launches, and nothing about Python")
     parser.add_argument(
         "--sustained", action="store_true", help="some cases in loops of 1.2 s at the power limit"
     )
@@ -132,7 +132,8 @@ class _Suite:
         start = time.perf_counter()
         self._leave_out_absent()
         self._measure_ceilings()
-        self._measure_python()
+        if not self._arguments.quick:
+            self._measure_python()
         print(f"{time.perf_counter() - start:.0f} s so far; compiling", flush=True)
         with concurrent.futures.ThreadPoolExecutor(_COMPILER_THREADS) as pool:
             programs = {
