@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", default="all", help='"all", "none" or some, such as fa3,cudnn (ours always runs)'
     )
     parser.add_argument("--out", type=Path, help="result file; bench/results/SUITE.json by default")
-    parser.add_argument("--quick", action="store_true", help="fewer launches, and nothing about Python")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer launches, and nothing about Python"
+    )
     parser.add_argument(
         "--sustained", action="store_true", help="some cases in loops of 1.2 s at the power limit"
     )
