@@ -1,7 +1,7 @@
 """The CUDA kernels' way into JAX: the contract of decoding held by their twin on the CPU.
 
-The same tests run the kernels themselves with JAX_FLASH_TEST_GPU=1. The contract's own tests are run
-here once more, with the implementation "cuda" alone, as if a CPU had it.
+The same tests run the kernels themselves with JAX_FLASH_TEST_GPU=1. The contract's own tests run
+once more, with the implementation "cuda" alone, as if a CPU had it.
 """
 
 import functools
@@ -59,3 +59,346 @@ globals().update(
         if test is not test_decode.test_a_table_without_columns_leaves_every_query_empty
     }
 )
+globals().update(
+    {
+        name: test
+        for name, test in vars(test_decode).items()
+        if name.startswith("test_append") or name.startswith("test_a_needed_entry")
+    }
+)
+
+
+TERMS = {
+    "nothing": {},
+    "window": {"local_window_size": (9, 0)},
+    "window to both sides": {"local_window_size": (20, 2), "is_causal": False},
+    "window that is always full": {"local_window_size": 2**31 - 1},
+    "soft cap": {"logits_soft_cap": 1.5},
+    "sinks": {"sinks": rand(8, seed=7)},
+    "alibi": {"alibi_slopes": np.float32(0.1) * rand(8, seed=6)},
+    "negative scale": {"scale": -0.3},
+    "scale of zero": {"scale": 0.0},
+    "everything": {
+        "local_window_size": (33, 1),
+        "logits_soft_cap": 3.0,
+        "scale": 0.5,
+        "sinks": rand(8, seed=7),
+        "alibi_slopes": np.float32(0.1) * rand(8, seed=6),
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize(("q_len", "page_size", "layout"), [(1, 16, "HND"), (5, 12, "NHD")])
+def test_every_term_in_16_bits(terms, q_len, page_size, layout, dtype):
+    query, key, value, lens = cache([140, 1, 0, 33, 64, 16, 3], (8, 2), (64, 64), q_len, dtype)
+    rule = {"is_causal": True, "q_offset": lens - q_len, "kv_lengths": lens}
+    rule |= {test_decode.ORACLE_NAMES.get(name, name): x for name, x in terms.items()}
+    want = oracle.attention(query, key, value, **rule)
+    errors = dense_errors(query, key, value, lens, want, **terms)
+    pools, tables = into_pages([key, value], lens, page_size, layout)
+    unused = np.arange(key.shape[1]) >= lens[:, None]
+    key[unused], value[unused] = NAN, INF
+    got = run(decode_attention, "cuda", (query, key, value, lens), terms)
+    check(got, want, errors)
+    got = run(
+        paged_attention, "cuda", (query, *pools, tables, lens), terms | {"page_layout": layout}
+    )
+    check(got, want, errors)
+
+
+@pytest.mark.parametrize("kind", ["scalar", "per head", "per token"])
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "dims", "page_size"),
+    [("bfloat16", (128, 128), 16), ("float16", (64, 64), 8), ("bfloat16", (96, 48), 5)],
+)
+def test_8_bit_caches(dtype, dims, page_size, cache_dtype, kind):
+    """Also with a query whose numbers exceed fp16, in which the products are."""
+    query, key, value, lens = cache([140, 9, 0, 17], (12, 2), dims, 3, dtype)
+    size = 1e6 if dtype == "bfloat16" else 1.0
+    query = (query.astype(np.float32) * np.float32(size)).astype(query.dtype)
+    key, value = ((8 * x.astype(np.float32)).round() for x in (key, value))
+    key, value = (np.clip(x, -120, 120).astype(jnp.dtype(cache_dtype)) for x in (key, value))
+    scales = [np.asarray(test_decode.scales_of(kind, key.shape, seed)) for seed in (4, 5)]
+    wide = [
+        x.astype(np.float32) * (scale if kind == "scalar" else scale[..., None])
+        for x, scale in zip((key, value), scales, strict=True)
+    ]
+    terms = {"scale": 0.1 / size}
+    rule = {"is_causal": True, "q_offset": lens - 3, "kv_lengths": lens}
+    want = oracle.attention(query, *wide, **rule, **terms)
+    # The plain computation has the cache in the query's dtype.
+    low = [x.astype(query.dtype) for x in wide]
+    errors = dense_errors(query, *low, lens, want, **terms)
+    pools, tables = into_pages([key, value], lens, page_size, "HND")
+    if kind == "per token":
+        scales, _ = into_pages(scales, lens, page_size, "HND")
+    named = dict(zip(test_decode.KV_SCALES, scales, strict=True))
+    got = run(paged_attention, "cuda", (query, *pools, tables, lens), terms | named)
+    check(got, want, errors)
+
+
+def random_call(seed):
+    """Shapes, lengths and terms drawn at random; the keys may be split in any way."""
+    rng = np.random.default_rng(seed)
+    heads = [(1, 1), (5, 1), (7, 7), (14, 2), (32, 8), (71, 1), (12, 3)][rng.integers(7)]
+    dims = [(64, 64), (128, 128), (80, 80), (192, 128), (256, 256), (40, 24)][rng.integers(6)]
+    q_len, batch = int(rng.choice([1, 1, 2, 4, 7, 16])), int(rng.choice([1, 2, 3, 9, 40]))
+    longest = int(rng.choice([1, 20, 300, 700] if not ON_GPU else [1, 20, 700, 5000]))
+    lens = rng.integers(0, longest + 1, batch)
+    lens[rng.integers(batch)] = longest
+    page_size = int(rng.choice([1, 3, 8, 16, 32, 64, 128, 256]))
+    layout = str(rng.choice(["HND", "NHD"]))
+    terms = {}
+    if rng.integers(3) == 0:
+        terms["local_window_size"] = (int(rng.integers(0, longest + 1)), int(rng.integers(0, 5)))
+    if rng.integers(4) == 0:
+        terms["is_causal"] = False
+    if rng.integers(4) == 0:
+        terms["sinks"] = rand(heads[0], seed=seed)
+    if rng.integers(4) == 0:
+        terms["deterministic"] = True
+    return heads, dims, q_len, lens.tolist(), page_size, layout, terms
+
+
+@pytest.mark.parametrize("seed", range(40 if ON_GPU else 12))
+def test_calls_drawn_at_random(seed):
+    heads, dims, q_len, lens, page_size, layout, terms = random_call(seed)
+    dtype = ["bfloat16", "float16"][seed % 2]
+    query, key, value, lens = cache(lens, heads, dims, q_len, dtype)
+    dense = {name: x for name, x in terms.items() if name != "deterministic"}
+    rule = {"is_causal": True, "q_offset": lens - q_len, "kv_lengths": lens}
+    rule |= {test_decode.ORACLE_NAMES.get(name, name): x for name, x in dense.items()}
+    want = oracle.attention(query, key, value, **rule)
+    errors = dense_errors(query, key, value, lens, want, **dense)
+    pools, tables = into_pages([key, value], lens, page_size, layout, seed)
+    unused = np.arange(key.shape[1]) >= lens[:, None]
+    key[unused], value[unused] = INF, NAN
+    check(run(decode_attention, "cuda", (query, key, value, lens), terms), want, errors)
+    arrays = query, *pools, tables, lens
+    got = run(paged_attention, "cuda", arrays, terms | {"page_layout": layout})
+    check(got, want, errors)
+    again = run(paged_attention, "cuda", arrays, terms | {"page_layout": layout})
+    assert bits(got) == bits(again)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_what_one_new_token_must_not_see_may_be_nan(page_size):
+    """The keys and values of the tokens after it, which are in the same product."""
+    q_len = 4
+    query, key, value, lens = cache([40, 17, 5], (8, 2), (64, 64), q_len, "bfloat16")
+    pools, tables = into_pages([key, value], lens, page_size, "HND")
+    clean = run(paged_attention, "cuda", (query, *pools, tables, lens), {})
+    for b, length in enumerate(lens):
+        key[b, length - 1], value[b, length - 2] = NAN, INF
+    pools, tables = into_pages([key, value], lens, page_size, "HND")
+    got = run(paged_attention, "cuda", (query, *pools, tables, lens), {})
+    for x, right in zip(got, clean, strict=True):
+        assert bits(x[:, : q_len - 2]) == bits(right[:, : q_len - 2])
+        assert np.isnan(x[:, q_len - 2 :]).all()
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_a_needed_entry_that_names_no_page_taints_the_rows_that_see_it(page_size):
+    query, key, value, lens = cache([4 * page_size] * 3, (8, 2), (64, 64), 2, "bfloat16")
+    pools, tables = into_pages([key, value], lens, page_size, "HND")
+    clean = run(paged_attention, "cuda", (query, *pools, tables, lens), {})
+    tables[1, 3], tables[2, 0] = -1, len(pools[0])
+    out, lse = run(paged_attention, "cuda", (query, *pools, tables, lens), {})
+    assert bits([out[0], lse[0]]) == bits([clean[0][0], clean[1][0]])
+    assert np.isnan(out[1:]).all()
+    assert np.isnan(lse[1:]).all()
+    # Out of the window, the entry is not needed.
+    terms = {"local_window_size": (page_size - 2, 0)}
+    out, _ = run(paged_attention, "cuda", (query, *pools, tables, lens), terms)
+    assert np.isfinite(out[2]).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_deterministic_bits_do_not_depend_on_the_neighbours(seed):
+    lens = [[70, 400, 3, 129, 1000][(seed + i) % 5] for i in range(5)]
+    query, key, value, lens = cache(lens, (8, 2), (128, 128), 1, "bfloat16")
+    pools, tables = into_pages([key, value], lens, 16, "HND", seed)
+    static = {"deterministic": True}
+    out, lse = run(paged_attention, "cuda", (query, *pools, tables, lens), static)
+    for b in range(5):
+        arrays = query[b : b + 1], *pools, tables[b : b + 1], lens[b : b + 1]
+        alone = run(paged_attention, "cuda", arrays, static)
+        assert bits(alone) == bits([out[b : b + 1], lse[b : b + 1]])
+
+
+def small_call():
+    query, key, value, lens = cache([40, 9, 2], (4, 2), (64, 64), 2, "bfloat16")
+    pools, tables = into_pages([key, value], lens, 8, "HND")
+    return jax.tree.map(jnp.asarray, (query, *pools, tables, lens))
+
+
+def test_gradients_are_those_of_plain_jax():
+    def gradients(implementation):
+        query, *rest = small_call()
+        tables, lens = rest[2:]
+
+        def loss(query, key, value):
+            out, lse = paged_attention(
+                query,
+                key,
+                value,
+                tables,
+                lens,
+                implementation=implementation,
+                return_residual=True,
+            )
+            seen = jnp.where(jnp.isfinite(lse), lse, 0.0)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(seen))
+
+        return jax.grad(loss, (0, 1, 2))(query, *rest[:2])
+
+    for got, want in zip(gradients("cuda"), gradients("xla"), strict=True):
+        got, want = (np.float64(x) for x in (got, want))
+        np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
+
+
+def test_vmap_is_one_launch():
+    query, key, value, tables, lens = small_call()
+    queries = jnp.stack([query, 2 * query])
+    call = functools.partial(paged_attention, implementation="cuda")
+    mapped = jax.jit(jax.vmap(call, (0, None, None, None, None)))
+    text = mapped.lower(queries, key, value, tables, lens).as_text()
+    assert text.count(library.DECODE) == 1
+    got = mapped(queries, key, value, tables, lens)
+    want = jnp.stack([call(q, key, value, tables, lens) for q in queries])
+    assert bits(got) == bits(want)
+    # A scale for each instance becomes one for each page, and sinks one row for each sequence.
+    scales, sinks = jnp.float32([1.0, 0.5]), rand(2, 4, seed=1)
+    call = functools.partial(decode_attention, implementation="cuda")
+    cache_ = key[:3].swapaxes(1, 2)
+    cache_ = jnp.where(jnp.isnan(cache_), 0, cache_)
+    lens = jnp.minimum(lens, cache_.shape[1])
+
+    def scaled(scale, sinks):
+        return call(query, cache_, cache_, lens, k_scale=scale, v_scale=scale, sinks=sinks)
+
+    got = jax.vmap(scaled)(scales, sinks)
+    for n in range(2):
+        want = scaled(scales[n], sinks[n])
+        np.testing.assert_allclose(np.float32(got[n]), np.float32(want), rtol=0.02, atol=0.02)
+
+
+def test_steps_in_a_loop_with_growing_lengths_equal_eager_ones():
+    """Append and attend, as a decode step does, inside one program."""
+    heads, page_size, steps = 2, 4, 10
+    query, key, value, _ = cache([steps] * 3, (4, heads), (64, 64), 1, "bfloat16")
+    tables = np.random.default_rng(0).permutation(9).reshape(3, 3).astype(np.int32)
+    empty = jnp.full((9, heads, page_size, 64), NAN, jnp.bfloat16)
+
+    def step(t, pools, outs):
+        lens = jnp.int32([0, 1, 2]) * (t + 1) // 2
+        last = jnp.maximum(lens - 1, 0)
+        pages = jnp.take_along_axis(jnp.asarray(tables), last[:, None] // page_size, 1)[:, 0]
+        # Every token so far is written again: sequence b has tokens 0 .. lens - 1.
+        slots = jnp.where(lens > 0, pages * page_size + last % page_size, -1)
+        rows = jnp.arange(3, dtype=jnp.int32)
+        new = jnp.asarray(key)[rows, last], jnp.asarray(value)[rows, last]
+        pools = append_kv(*pools, *new, slots)
+        out = paged_attention(query, *pools, jnp.asarray(tables), lens, implementation="cuda")
+        return pools, outs.at[t].set(out)
+
+    outs = jnp.zeros((steps, *query.shape), jnp.bfloat16)
+    pools = (empty, empty)
+
+    def body(carry):
+        t, pools, outs = carry
+        return (t + 1, *step(t, pools, outs))
+
+    looped = jax.jit(lambda x: jax.lax.while_loop(lambda c: c[0] < steps, body, x))
+    got = looped((jnp.int32(0), pools, outs))[2]
+    want_pools, want = pools, outs
+    for t in range(steps):
+        want_pools, want = step(jnp.int32(t), want_pools, want)
+    assert bits(got) == bits(want)
+    assert np.isfinite(np.float32(got)).all()
+
+
+def copies(compiled, shape):
+    """Instructions of a compiled program that copy an array of a given shape."""
+    text = ",".join(map(str, shape))
+    lines = compiled.as_text().splitlines()
+    return [line for line in lines if " copy(" in line and f"[{text}]" in line.split("copy(")[0]]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_append_copies_no_pool(dtype):
+    """Neither when donated nor as the carry of a scan, one pool or one a layer in a loop."""
+    shape = (64, 2, 16, 64)
+    pools = [(jnp.zeros(shape, dtype), jnp.ones(shape, dtype)) for _ in range(3)]
+    new = rand(5, 2, 64), rand(5, 2, 64, seed=1)
+    slots = jnp.array([3, -1, 900, 16, 4], jnp.int32)
+
+    def layers(pools, slots):
+        return [append_kv(*pair, *new, slots) for pair in pools]
+
+    def scan(pools, slots):
+        def step(pools, slots):
+            return layers(pools, slots), None
+
+        return jax.lax.scan(step, pools, slots[None] + jnp.arange(4, dtype=jnp.int32)[:, None])[0]
+
+    for function in (layers, scan):
+        donating = jax.jit(function, donate_argnums=0)
+        compiled = donating.lower(pools, slots).compile()
+        assert library.APPEND in compiled.as_text()
+        assert not copies(compiled, shape)
+        assert compiled.memory_analysis().temp_size_in_bytes < pools[0][0].nbytes
+    assert copies(jax.jit(layers).lower(pools, slots).compile(), shape), "nothing looks like a copy"
+
+
+def test_the_gradient_and_the_map_of_append_are_those_of_the_scatter():
+    pools = rand(4, 2, 4, 8), rand(4, 2, 4, 8, seed=1)
+    new = rand(3, 2, 8, seed=2), rand(3, 2, 8, seed=3)
+    slots = jnp.array([3, -1, 9], jnp.int32)
+
+    def loss(pools, new):
+        return sum(jnp.sum(jnp.sin(x)) for x in append_kv(*pools, *new, slots))
+
+    (d_pools, d_new) = jax.grad(loss, (0, 1))(pools, new)
+    assert bits(d_new[0][1]) == bits(np.zeros((2, 8), np.float32)), "the token was skipped"
+    np.testing.assert_allclose(d_new[1][0], np.cos(new[1][0]), rtol=1e-5)
+    np.testing.assert_array_equal(d_pools[0][0, :, 3], 0.0)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), pools)
+    mapped = jax.vmap(lambda pools: append_kv(*pools, *new, slots))(stacked)
+    for x, right in zip(mapped, append_kv(*pools, *new, slots), strict=True):
+        assert bits(x[1]) == bits(right)
+
+
+def refusal(*, device=None, function=decode_attention, **changes):
+    given = {"heads": (4, 2), "dims": (64, 64), "q_len": 1, "dtype": "bfloat16"} | changes
+    arrays = cache([9, 4], *given.values())
+    (decision,) = jax_flash_explain(function, *arrays)
+    return backend.supports(decision.spec, device or decision.device)
+
+
+def jax_flash_explain(function, *arrays):
+    from jax_flash import explain
+
+    return explain(function, *arrays).decisions
+
+
+def test_it_says_what_it_cannot_do():
+    assert refusal() is None
+    assert "at most 16 new tokens; got 17" in refusal(q_len=17)
+    assert "multiples of 8 up to 256; got 60" in refusal(dims=(60, 64))
+    assert "got 264" in refusal(dims=(264, 64))
+    assert "only float16 and bfloat16" in refusal(dtype="float32")
+    old = backends.Device("gpu", "7.5", "T4")
+    assert "needs compute capability 8.0 or newer; found 7.5" in refusal(device=old)
+
+
+def test_a_library_that_is_not_there_is_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_FLASH_LIBRARY_DIR", str(tmp_path))
+    fresh = library.missing.__wrapped__
+    assert "not built: there is no" in fresh("cpu")
+    (tmp_path / "libjax_flash_cpu.so").write_text("not a library")
+    assert "cannot be loaded" in fresh("cpu")
+    assert fresh("tpu") == "there are no kernels for tpu"
