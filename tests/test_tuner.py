@@ -3,10 +3,12 @@
 import functools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import profiler
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash import backends, cli, dot_product_attention, explain, measure, tuner, tuning
@@ -209,6 +211,34 @@ def test_a_wrong_forward_kernel_is_found_out(bench, monkeypatch):
     monkeypatch.setattr(tiles, "hide", lambda ops, s, *_: s)
     result = bench.measure(kernel.ForwardConfig(num_stages=1, block_kv=64))
     assert result.failure.startswith("wrong: error")
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "out_mib", "iterations"),
+    [(0.01, 1, 200), (1.0, 1, 50), (1.0, 400, 10), (400.0, 1, 3), (1.0, 8192, 3)],
+)
+def test_launches_are_many_but_bounded_in_time_and_memory(
+    time_ms, out_mib, iterations, monkeypatch
+):
+    launches = []
+
+    class Cupti:
+        def __init__(self, finalize):
+            assert not finalize
+
+        def measure(self, compiled, iterations):
+            def run(operands):
+                launches.append(iterations)
+                return compiled, [time_ms / 2, *[time_ms] * (iterations - 2), 9 * time_ms]
+
+            return run
+
+    monkeypatch.setattr(profiler, "Cupti", Cupti)
+    bench = measure.Bench.__new__(measure.Bench)
+    bench._operands = None
+    bench._expected = (types.SimpleNamespace(nbytes=out_mib * 2**20),)
+    assert bench.time_us("compiled") == pytest.approx(1e3 * time_ms)
+    assert launches == [3, iterations]
 
 
 @pytest.mark.gpu
