@@ -1,18 +1,27 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: help install demo test lint format clean
+.PHONY: help install kernels wheel demo test lint format clean
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+TWIN := cuda_ffi/lib/libjax_flash_cpu.so
 # More arguments for pytest or the training command: make test ARGS="-k mask"
 ARGS :=
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 16
 
-install: $(STAMP) ## create .venv with the library, the test tools and what the demo needs
+install: $(STAMP) $(TWIN) ## create .venv with the library, the test tools and what the demo needs
+
+kernels: $(STAMP) ## compile the CUDA kernels for the GPU that is here; needs CMake and nvcc, no network
+	@ninja=(); if command -v ninja >/dev/null; then ninja=(-G Ninja); fi
+	cmake -S cuda_ffi -B build/cuda_ffi "$${ninja[@]}" -DPython_EXECUTABLE=$(CURDIR)/$(PYTHON)
+	cmake --build build/cuda_ffi --parallel
+
+wheel: $(STAMP) ## build a wheel with the kernels for all architectures in dist/
+	@JAX_FLASH_ARCHITECTURES="80;89;90;100;120" $(PYTHON) -m pip wheel --no-deps -w dist .
 
 demo: install ## train a small GPT, sample from it and draw its loss
 	@$(PYTHON) -m models.train --preset demo $(ARGS)
@@ -42,8 +51,19 @@ format: install ## put the code in shape
 	$(PYTHON) -m ruff format .
 
 clean: ## remove all that these targets made, except what was trained (runs/)
-	@rm -rf $(VENV) .cache .pytest_cache build dist *.egg-info
+	@rm -rf $(VENV) .cache .pytest_cache build dist cuda_ffi/lib *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The kernels' twin in plain C++, which the tests run; without a compiler they say that they skip it.
+$(TWIN): cuda_ffi/csrc/cpu.cc cuda_ffi/csrc/call.h cuda_ffi/csrc/params.h | $(STAMP)
+	@if ! command -v $(CXX) >/dev/null; then
+	    echo "No C++ compiler ($(CXX)): the CPU twin of the CUDA kernels is not built."
+	    exit
+	fi
+	where='import importlib.util as u; print(u.find_spec("jaxlib").submodule_search_locations[0])'
+	mkdir -p $(@D)
+	$(CXX) -std=c++17 -O2 -fPIC -shared -fvisibility=hidden \
+	    -isystem "$$($(PYTHON) -c "$$where")/include" cuda_ffi/csrc/cpu.cc -o $@
 
 # With a package index, .venv is an ordinary environment. Without one, it borrows the packages of
 # the first Python that has JAX, Flax and Optax. Running each candidate skips a broken pyenv shim.
