@@ -41,6 +41,7 @@ MASKS = ("full", "causal", "window", "traced")
 _SHIPPED = Path(__file__).parent / "tuning_tables"
 # An entry says nothing about calls with more than twice or less than half its tokens.
 _MAX_OCTAVES = 1.0
+_FIXED = ("kernel", "head_dim", "value_dim", "mask")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,8 @@ def mask_class(mask: Mask, kv_len: int) -> tuple[str, int]:
         return "traced", 0
     if mask.window is not None:
         left, right = mask.window
-        return "window", min(left + 1 + (0 if mask.is_causal else right), kv_len)
+        span = left + 1 + (0 if mask.is_causal else right)
+        return "window", max(min(span, kv_len), 1)
     return ("causal" if mask.is_causal else "full"), 0
 
 
@@ -241,13 +243,12 @@ def distance(key: Key, measured: Key) -> tuple[float, ...] | None:
     launch, their grouping, and the dtype itself; among equals the longer problem is the nearer.
     """
 
-    def fixed(key: Key) -> tuple[Any, ...]:
-        return key.kernel, key.head_dim, key.value_dim, key.mask, jnp.dtype(key.dtype).itemsize
-
-    if fixed(key) != fixed(measured):
-        return None
     if key == measured:
         return (0.0,)
+    if any(getattr(key, name) != getattr(measured, name) for name in _FIXED):
+        return None
+    if jnp.dtype(key.dtype).itemsize != jnp.dtype(measured.dtype).itemsize:
+        return None
 
     def octaves(one: float, other: float) -> float:
         return abs(math.log2(one / other))
@@ -273,7 +274,7 @@ def build[T](kind: type[T], fields: Any, what: str = "it") -> T:
     """
     if not isinstance(fields, Mapping):
         raise ValueError(f"{what} must be an object; got {fields!r}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     missing, unknown = sorted(hints.keys() - fields.keys()), sorted(fields.keys() - hints.keys())
     if missing or unknown:
         raise ValueError(
@@ -286,6 +287,11 @@ def build[T](kind: type[T], fields: Any, what: str = "it") -> T:
         return kind(**fields)
     except (TypeError, ArithmeticError) as error:
         raise ValueError(f"{what} cannot be: {error}") from error
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 # Files.
