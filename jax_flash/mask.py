@@ -29,7 +29,8 @@ class TileRanges(NamedTuple):
     """Key tiles to visit for each query tile, as int32 arrays ``[B|1, num_q_tiles]``.
 
     Tiles outside ``[lo, hi)`` are hidden from every row of the query tile. Tiles inside
-    ``[full_lo, full_hi)`` lie inside the interval of every row: no interval needs checking there.
+    ``[full_lo, full_hi)`` are visible to every row: nothing needs checking there. A boolean array
+    is not looked at.
     """
 
     lo: Array | np.ndarray
@@ -143,9 +144,11 @@ class Mask:
         return xp.minimum(start, kv_len), xp.maximum(end, 0)
 
     def tile_ranges(self, q_len: int, kv_len: int, block_q: int, block_kv: int) -> TileRanges:
-        """Reduces :meth:`row_ranges` to tiles of ``block_q`` rows and ``block_kv`` keys.
+        """Reduces the mask to tiles of ``block_q`` rows and ``block_kv`` keys.
 
         Rows past ``q_len`` in the last tile are ignored; a tile range with ``hi <= lo`` is empty.
+        Tiles are told apart by their smallest and largest segment id: sorted ids, and any other
+        that are alike within a tile, leave few tiles to visit. NumPy arrays when nothing is traced.
         """
         start, end = self.row_ranges(q_len, kv_len)
         xp = np if isinstance(start, np.ndarray) else jnp
@@ -164,7 +167,12 @@ class Mask:
         # The last key tile is full when every row sees up to kv_len, although it is cut short.
         reaches_end = reduce(xp.where(empty, 0, end), kv_len, xp.min) == kv_len
         full_hi = xp.where(reaches_end, -(-kv_len // block_kv), full_hi)
-        return TileRanges(*(x.astype(xp.int32) for x in (lo, full_lo, full_hi, hi)))
+        ranges = TileRanges(*(x.astype(xp.int32) for x in (lo, full_lo, full_hi, hi)))
+        if self.q_segments is None or self.kv_segments is None:
+            return ranges
+        return _within_segments(
+            ranges, _extremes(self.q_segments, block_q), _extremes(self.kv_segments, block_kv)
+        )
 
     def to_array(self, q_len: int, kv_len: int) -> Array | None:
         """The whole rule as bool ``[B|1, Hq|1, Tq|1, Tk|1]``; None when all keys are visible."""
@@ -183,6 +191,44 @@ class Mask:
     def abstract(self) -> Mask:
         """This mask with ShapeDtypeStructs for arrays: hashable, for specs and cache keys."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
+
+
+def _extremes(segments: Array, block: int) -> tuple[Array, Array]:
+    """Smallest and largest id in each tile of ``block``: int32 ``[B|1, num_tiles]``."""
+    padded = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % block)), mode="edge")
+    tiles = padded.reshape(segments.shape[0], -1, block)
+    return tiles.min(axis=-1), tiles.max(axis=-1)
+
+
+def _within_segments(
+    ranges: TileRanges, q_ids: tuple[Array, Array], kv_ids: tuple[Array, Array]
+) -> TileRanges:
+    """Narrows tile ranges to the first and last key tile that can share an id, likewise full ones.
+
+    Args:
+        ranges: without regard to segments.
+        q_ids: of :func:`_extremes`.
+        kv_ids: of :func:`_extremes`.
+    """
+    q_low, q_high = (x[:, :, None] for x in q_ids)
+    kv_low, kv_high = (x[:, None, :] for x in kv_ids)
+    lo, full_lo, full_hi, hi = (jnp.asarray(x)[:, :, None] for x in ranges)
+    num_tiles = kv_low.shape[2]
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    shared = (q_low <= kv_high) & (kv_low <= q_high) & (lo <= tile) & (tile < hi)
+    alike = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
+    full = alike & (full_lo <= tile) & (tile < full_hi)
+
+    def first(condition: Array) -> Array:
+        return jnp.where(condition, tile, num_tiles).min(axis=2)
+
+    first_full = first(full)
+    return TileRanges(
+        first(shared),
+        first_full,
+        first(~full & (tile > first_full[:, :, None])),  # the first run only, where there are gaps
+        jnp.where(shared, tile + 1, 0).max(axis=2),
+    )
 
 
 def visible_keys(

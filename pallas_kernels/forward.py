@@ -29,9 +29,9 @@ Constraints: fp16 or bf16; D and Dv of :data:`HEAD_DIMS`; lengths are multiples 
 copy needs that; the wrapper pads, the true lengths are in :class:`Problem`). Missing rows of K and
 V are read as zeros, surplus rows of out are not written, lse has whole tiles.
 
-A value row that is hidden from some rows of a tile and visible to others is multiplied by their P
-of 0: there, and only there, a NaN or inf in V reaches queries that do not see it. Keys have no such
-limit: their scores are replaced.
+Hidden values: hidden scores are replaced, so that a NaN in K harms nobody. A hidden row of V that
+shares a tile with visible ones is multiplied by 0, where NaN and inf survive: rows of O that end up
+with one are computed again, key by key, without the hidden ones (:meth:`_Kernel.recompute`).
 
 Test:  python -m pytest tests/test_pallas_forward.py     Compile without a GPU:  python -m bench aot
 """
@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ from pallas_kernels.ops import Ops
 Array = jax.Array
 Ref = Any
 
-HEAD_DIMS = (64, 128, 192, 256)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _FIRST_NAMED_BARRIER = 5  # lower ones belong to Mosaic
 _ROWS = tiles.WARPGROUP_ROWS
 _REGISTERS = 65536  # of a multiprocessor
@@ -177,9 +178,13 @@ def default_config(problem: Problem) -> ForwardConfig:
     """The configuration for a problem: the fastest of those measured (docs/log.md)."""
     d, dv = problem.head_dim, problem.value_dim
     mask = problem.mask
-    # Loops that branch into a mask spill a few registers, at their edges.
-    branches = mask.window is not None or not mask.has_static_ranges
+    # Loops that branch into a mask spill a few registers, at their edges. Where O is widest,
+    # `recompute` spills more, out of the way of all loops.
+    ranges_unknown = not mask.has_static_ranges or mask.q_segments is not None
+    branches = mask.window is not None or ranges_unknown
     if max(d, dv) <= 64:
+        if problem.q_len <= 256 and not mask.is_trivial:
+            return ForwardConfig(block_kv=64, num_stages=4, query_registers=True, take_turns=False)
         if (problem.q_len <= 1024 and not mask.is_trivial) or problem.q_len <= 2 * _ROWS:
             return ForwardConfig(query_registers=True)
         return ForwardConfig(
@@ -197,8 +202,8 @@ def default_config(problem: Problem) -> ForwardConfig:
         share_out=min(d, dv) == 256,
         query_registers=query_registers,
         opaque_index=not query_registers,
-        early_wait=block_kv == 128 or not mask.is_trivial,
-        spill_bytes=32 if branches else 0,
+        early_wait=max(d, dv) > 96 and (block_kv == 128 or not mask.is_trivial),
+        spill_bytes=(272 if d + dv > 384 else 32 if branches else 0) * (not mask.is_trivial),
     )
 
 
@@ -210,6 +215,9 @@ def head_group(problem: Problem, config: ForwardConfig) -> int:
         return 1
     num_q_tiles = -(-problem.q_len // config.block_q)
     kv_bytes = 2 * problem.kv_len * (problem.head_dim + problem.value_dim)
+    num_heads = problem.batch * problem.num_q_heads
+    if num_heads * kv_bytes <= _CACHE_BYTES:
+        return num_heads
     # At most two rounds of tiles: a little more than two would leave the third almost empty.
     balanced = 2 * problem.num_blocks // num_q_tiles
     return max(balanced, 8 if 8 * kv_bytes <= _CACHE_BYTES else 4)
@@ -321,12 +329,15 @@ class _Kernel:
         num_heads = jnp.int32(self.problem.num_q_heads)
         return lax.div(words[1], num_heads), lax.rem(words[1], num_heads)
 
+    def kv_head(self, head: Any) -> Any:
+        return lax.div(head, jnp.int32(self.problem.num_q_heads // self.problem.num_kv_heads))
+
     # Producer.
 
     def produce(self, words: tuple[Any, ...], steps: Any) -> Any:
-        refs, config, problem = self.refs, self.config, self.problem
+        refs, config = self.refs, self.config
         batch, head = self.batch_and_head(words)
-        kv_head = lax.div(head, jnp.int32(problem.num_q_heads // problem.num_kv_heads))
+        kv_head = self.kv_head(head)
         lo, hi = _unpack(words[2])
         self.wait("q_empty")
         for group in range(config.num_warpgroups):
@@ -359,18 +370,34 @@ class _Kernel:
         if self.config.take_turns:
             self.ops.pace_arrive(_FIRST_NAMED_BARRIER + warpgroup, 256)
 
-    def row_interval(self, batch: Any, row: Any) -> tuple[Any, Any]:
-        """First and past-the-end visible key of this warpgroup's rows, or scalars."""
-        refs, mask = self.refs, self.problem.mask
-        if "row_start" in refs:
-            rows = pl.ds(row, _ROWS)
-            bounds = []
-            for name in ("row_start", "row_end"):
-                element = batch if refs[name].shape[0] > 1 else 0
-                bounds.append(self.ops.load_rows(refs[name].at[element, rows]))
-            return bounds[0], bounds[1]
-        position = self.ops.iota((_ROWS,), 0) + (row + mask.q_offset)
-        return mask.static_interval(position, self.problem.kv_len)
+    def bounds(self, batch: Any, row: Any) -> tiles.RowBounds:
+        """What this warpgroup's rows see."""
+        mask = self.problem.mask
+        rows = pl.ds(row, _ROWS)
+        if "row_start" in self.refs:
+            start = self.load_rows("row_start", batch, rows)
+            end = self.load_rows("row_end", batch, rows)
+        else:
+            position = self.ops.iota((_ROWS,), 0) + (row + mask.q_offset)
+            start, end = mask.static_interval(position, self.problem.kv_len)
+            start = None if isinstance(start, int) else start
+        segments = None
+        if mask.q_segments is not None:
+            segments = self.load_rows("q_segments", batch, rows)
+        return tiles.RowBounds(start, end, segments)
+
+    def load_rows(self, name: str, batch: Any, rows: Any) -> Array:
+        return self.ops.load_rows(self.of_batch(name, batch).at[rows])
+
+    def key_segments(self, batch: Any, keys: Any) -> Array | None:
+        if self.problem.mask.kv_segments is None:
+            return None
+        return self.ops.load_columns(self.of_batch("kv_segments", batch).at[keys])
+
+    def of_batch(self, name: str, batch: Any) -> Ref:
+        """Of an array ``[B|1, ...]`` the element's part."""
+        ref = self.refs[name]
+        return ref.at[batch if ref.shape[0] > 1 else 0]
 
     def consume(self, words: tuple[Any, ...], steps: Any) -> Any:
         lo, hi = _unpack(words[2])
@@ -424,15 +451,19 @@ class _Kernel:
         row = words[0] * config.block_q + self.warpgroup * _ROWS
 
         def hide(s: Array, i: Any) -> Array:
-            # The interval is made or read anew at each edge: kept, it would cost registers.
-            start, end = self.row_interval(batch, row)
-            return tiles.hide(ops, s, start, end, (own.hi - 1 - i) * config.block_kv)
+            # The bounds are made or read anew at each edge: kept, they would cost registers.
+            column = (own.hi - 1 - i) * config.block_kv
+            segments = self.key_segments(batch, pl.ds(column, config.block_kv))
+            return tiles.hide(ops, s, self.bounds(batch, row), column, segments)
 
         attend = functools.partial(self.attend, own, steps, hide)
         self.wait("q_full")
         o, stats = ops.with_accumulator(attend, (_ROWS, problem.value_dim), self.backing("o_acc"))
         if self.edges.skips_last:
             self.sit_out(steps + own.count, rest)
+        if not problem.mask.is_trivial:
+            found = ops.any_nonfinite(o)
+            o = lax.cond(found, lambda: self.recompute(batch, head, row, own, stats.m), lambda: o)
         inverse, lse = tiles.finish(stats)
         o = o * lax.broadcast_in_dim(inverse, o.shape, [0])
         staging = refs["q_s" if config.share_out else "o_s"].at[self.warpgroup]
@@ -449,6 +480,38 @@ class _Kernel:
         if config.share_out:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.arrive("q_empty")
+
+    def recompute(self, batch: Any, head: Any, row: Any, own: KeyTiles, m: Array) -> Array:
+        """O before division, one key at a time, with hidden values replaced, not multiplied by 0.
+
+        For rows of O in which a product has left a NaN or inf: of a value that they see, or of one
+        that shares a tile with those they see. Reads global memory and needs no other warp.
+        """
+        refs, ops, problem = self.refs, self.ops, self.problem
+        shape = (_ROWS, problem.value_dim)
+        kv_head = self.kv_head(head)
+        bounds = self.bounds(batch, row)
+        width = math.gcd(problem.head_dim, 64)
+
+        def add(key: Any, o: Array) -> Array:
+            s = ops.full_rows(_ROWS, 0.0)
+            for first in range(0, problem.head_dim, width):
+                columns = pl.ds(first, width)
+                q = ops.gather_rows(refs["q"].at[batch, :, head, columns], row, _ROWS)
+                k = ops.load_columns(refs["k"].at[batch, key, kv_head, columns])
+                k = lax.broadcast_in_dim(k.astype(jnp.float32), q.shape, [1])
+                s = s + (q.astype(jnp.float32) * k).sum(axis=1)
+            p = jnp.exp2(s * problem.scale_log2 - m)
+            v = ops.load_columns(refs["v"].at[batch, key, kv_head]).astype(jnp.float32)
+            segment = None
+            if "kv_segments" in refs:
+                segment = self.of_batch("kv_segments", batch)[key]
+            visible = bounds.sees(key, segment, lambda x: x)
+            product = lax.broadcast_in_dim(p, shape, [0]) * lax.broadcast_in_dim(v, shape, [1])
+            return jnp.where(lax.broadcast_in_dim(visible, shape, [0]), o + product, o)
+
+        past = jnp.minimum(own.hi * self.config.block_kv, problem.kv_len)
+        return lax.fori_loop(own.lo * self.config.block_kv, past, add, ops.full_tile(shape, 0.0))
 
     def backing(self, name: str) -> Ref:
         return self.refs[name].at[self.warpgroup] if name in self.refs else None
@@ -603,12 +666,16 @@ def attention_forward(
         ranges, problem.batch, problem.num_q_heads, num_blocks, head_group(problem, config)
     )
     inputs = {"schedule": jnp.asarray(table)}
+    surplus = num_q_tiles * config.block_q - problem.q_len
     if not mask.has_static_ranges:
-        surplus = num_q_tiles * config.block_q - problem.q_len
         for name, rows in zip(
             ("row_start", "row_end"), mask.row_ranges(problem.q_len, problem.kv_len), strict=True
         ):
             inputs[name] = jnp.pad(jnp.asarray(rows), ((0, 0), (0, surplus)))
+    if mask.q_segments is not None and mask.kv_segments is not None:
+        inputs["q_segments"] = jnp.pad(mask.q_segments, ((0, 0), (0, surplus)))
+        kv_surplus = -problem.kv_len % config.block_kv
+        inputs["kv_segments"] = jnp.pad(mask.kv_segments, ((0, 0), (0, kv_surplus)))
     inputs |= {"q": q, "k": k, "v": v}
     padded_len = num_q_tiles * config.block_q
     outputs = {

@@ -19,7 +19,8 @@ Not modelled, so only a GPU can test: layouts, swizzles, wait counts and registe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ Ref = Any
 
 TILE = plgpu.Layout.WGMMA  # a [64 * n, 8 * m] array over the 128 threads of a warpgroup
 ROWS = TILE.reduce(1)  # one value a row of TILE, held by the four threads that share the row
+COLUMNS = TILE.reduce(0)  # one value a column of TILE, held by all threads that share the column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,34 @@ class Ops:
             return plgpu.load(ref, layout=ROWS, optimized=False)
         return ref[...]
 
+    def load_columns(self, ref: Ref) -> Array:
+        """A vector in global memory with one entry a column of a TILE."""
+        if self.interpret is None:
+            return plgpu.load(ref, layout=COLUMNS, optimized=False)
+        return ref[...]
+
+    def gather_rows(self, ref: Ref, first: Any, count: int) -> Array:
+        """Rows ``first + r`` of ``[n, columns]`` in global memory as a TILE; past the end the last.
+
+        For the rare path only: 4 bytes a load.
+        """
+        if self.interpret is None:
+            return _gather_rows(ref, jnp.asarray(first, jnp.int32), count)
+        size = min(count, ref.shape[0])
+        start = jnp.minimum(first, ref.shape[0] - size)
+        rows = jnp.minimum(jnp.arange(count) + (first - start), size - 1)
+        return jnp.take(ref[pl.ds(start, size)], rows, axis=0)
+
+    def any_nonfinite(self, x: Array) -> Array:
+        """Whether this warp (in interpret mode: this warpgroup) holds a NaN or inf of an fp32 TILE.
+
+        The answer may differ between the warps of a warpgroup: what depends on it may talk within a
+        warp only.
+        """
+        if self.interpret is None:
+            return _any_nonfinite(x)
+        return ~jnp.isfinite(x).all()
+
     def iota(self, shape: tuple[int, ...], axis: int) -> Array:
         """int32 index along ``axis``; one axis means one entry a row of a TILE."""
         layout = ROWS if len(shape) == 1 else TILE
@@ -159,6 +189,59 @@ class Ops:
         if self.interpret is None:
             _named_barrier("arrive", barrier, num_threads)
 
+    def with_accumulators(
+        self, body: Callable[..., Any], shapes: Sequence[tuple[int, int]], backings: Sequence[Ref]
+    ) -> Any:
+        """Runs ``body(*accs)`` with several accumulators; see :meth:`with_accumulator`."""
+        if self.interpret is None:
+            return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+        for shape, backing in zip(shapes, backings, strict=True):
+            backing[...] = jnp.zeros(shape, jnp.float32)
+        return body(*backings)
+
+    def matmul_transposed(self, acc: Ref, a: Ref, b: Ref) -> None:
+        """Issues ``acc += a.T @ b``; both operands in shared memory."""
+        if self.interpret is None:
+            plgpu.wgmma(acc, a.transpose((1, 0)), b)
+        else:
+            self._dot(acc, a[...].T, b[...])
+
+    def load_shared_columns(self, ref: Ref) -> Array:
+        """A vector in shared memory with one entry a column of a TILE."""
+        if self.interpret is None:
+            return plgpu.load(ref, layout=COLUMNS)
+        return ref[...]
+
+    def column_iota(self, size: int) -> Array:
+        """int32 ``[size]`` counting up, one entry a column of a TILE."""
+        if self.interpret is None:
+            return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=COLUMNS)
+        return lax.iota(jnp.int32, size)
+
+    def reduce_store(self, source: Ref, target: Ref) -> None:
+        """Issues ``target += source`` from shared to global memory, atomic for each element."""
+        if self.interpret is None:
+            plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
+        else:
+            target[...] = target[...] + source[...]
+            plgpu.commit_smem()
+
+    def exchange(self, barrier: int, num_threads: int, backing: Ref | None) -> None:
+        """Waits for the other warpgroups; then all see what each has written to shared memory.
+
+        Args:
+            barrier: a named barrier.
+            num_threads: of all warpgroups that meet there.
+            backing: an mbarrier that stands for it in interpret mode.
+        """
+        if self.interpret is None:
+            _proxy_fence()
+            _named_barrier("sync", barrier, num_threads)
+        else:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(backing)
+            plgpu.barrier_wait(backing)
+
 
 def _named_barrier(operation: str, barrier: int | Array, num_threads: int) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
@@ -168,6 +251,16 @@ def _named_barrier(operation: str, barrier: int | Array, num_threads: int) -> No
         )
 
     emit(jnp.int32(barrier) if isinstance(barrier, int) else barrier)
+
+
+def _proxy_fence() -> None:
+    """Orders this thread's writes to shared memory before later reads by wgmma and TMA."""
+
+    @plgpu.inline_mgpu()
+    def emit(_: Any) -> None:
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+    emit()
 
 
 def _opaque_zero() -> Array:
@@ -183,6 +276,63 @@ def _opaque_zero() -> Array:
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return emit()
+
+
+def _gather_rows(ref: Ref, first: Array, count: int) -> Array:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    last, columns = ref.shape[0] - 1, ref.shape[1]
+    shape = (count, columns)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, TILE),
+    )
+    def emit(_: Any, ref: Any, first: Any) -> Any:
+        layout = TILE.to_mgpu()
+        index = ir.IndexType.get()
+        pair = ir.VectorType.get((layout.vector_length,), ir.MemRefType(ref.type).element_type)
+        offset = arith.index_cast(index, first.registers[()])
+        last_row = arith.constant(index, last)
+        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        for place, (row, column) in zip(
+            np.ndindex(registers.shape), layout.thread_idxs(shape), strict=True
+        ):
+            row = arith.minsi(arith.addi(row, offset), last_row)
+            registers[place] = vector.load(pair, ref, [row, column])
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return emit(ref, first)
+
+
+def _any_nonfinite(x: Array) -> Array:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
+    )
+    def emit(_: Any, x: Any) -> Any:
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        registers = list(x.registers.flat)
+        chains = registers[:4]  # independent sums: a sum keeps a NaN, and makes one of an inf
+        for place, register in enumerate(registers[4:]):
+            chains[place % 4] = arith.addf(chains[place % 4], register)
+        total = functools.reduce(arith.addf, chains)
+        if isinstance(total.type, ir.VectorType):
+            total = vector.reduction(f32, vector.CombiningKind.ADD, total)
+        nonfinite = arith.cmpf(arith.CmpFPredicate.UNO, *[arith.subf(total, total)] * 2)
+        found = mgpu.utils.inline_ptx(
+            "vote.sync.any.pred $0, $1, 0xffffffff;",
+            nonfinite,
+            result_types=ir.IntegerType.get_signless(1),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(arith.extui(i32, found), (), is_signed=True)
+
+    return emit(x) != 0
 
 
 def _scale_unless_ones(value: Array, factor: Array) -> Array:

@@ -14,8 +14,8 @@ see nothing visits one tile, masked.
 
 Where the ranges are static the schedule is made here, once, longest tiles first (Graham's LPT rule:
 each tile goes to the block that is free first), within groups of heads whose keys and values fit in
-the L2 cache together. Where lengths are known only at run time, JAX operations make it: tiles of a
-head side by side, in alternating direction, so that neighbours of similar cost meet in one round.
+the L2 cache together. Where lengths are known only at run time, JAX operations deal out the tiles
+round by round (:func:`_dealt`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ Array = jax.Array
 
 MAX_KV_TILES = 2**16 - 1
 _MAX_HOST_TILES = 2**15  # beyond it a Python loop over tiles costs more than it saves
+_GOLDEN = (5**0.5 - 1) / 2
 _TILE_COST = 1.5  # start and end of a query tile, in key tiles
 
 
@@ -147,12 +148,31 @@ def make(ranges: Ranges, batch: int, num_heads: int, num_blocks: int, head_group
             tuple(map(tuple, cost.tolist())), batch, num_heads, num_blocks, head_group
         )
         return _words(ranges, tiles, num_heads, np)
-    rounds = -(-num_tiles // num_blocks)
-    block = jnp.arange(num_blocks, dtype=jnp.int32)
-    turn = jnp.arange(rounds + 1, dtype=jnp.int32)[None]
-    place = jnp.where(turn % 2 == 0, block[:, None], num_blocks - 1 - block[:, None])
-    tile = turn * num_blocks + place
-    return _words(ranges, jnp.where(tile < num_tiles, tile, -1), num_heads, jnp)
+    return _words(ranges, _dealt(ranges, batch, num_heads, num_blocks), num_heads, jnp)
+
+
+def _dealt(ranges: Any, batch: int, num_heads: int, num_blocks: int) -> Array:
+    """Tile numbers ``[num_blocks, rounds + 1]``, -1 past the end, made by JAX operations.
+
+    In a round each block gets one of the next ``num_blocks`` tiles: neighbours, whose keys and
+    values are in the L2 cache together. They are sorted by cost, and which block gets the longest
+    moves from round to round: back and forth, and every two rounds on by the golden ratio, so that
+    over many rounds all blocks draw evenly from the sorted costs.
+    """
+    tiles_a_head = ranges.lo.shape[1]
+    num_tiles = batch * num_heads * tiles_a_head
+    turn = jnp.arange(-(-num_tiles // num_blocks), dtype=jnp.int32)[:, None]
+    block = jnp.arange(num_blocks, dtype=jnp.int32)[None]
+    tile = turn * num_blocks + block
+    row = jnp.minimum(tile // tiles_a_head // num_heads, ranges.lo.shape[0] - 1)
+    cost = (ranges.hi - ranges.lo)[row, tile % tiles_a_head]
+    cost = jnp.where(tile < num_tiles, cost, -1)
+    longest_first = jnp.argsort(-cost, axis=1).astype(jnp.int32)
+    shift = np.round(np.arange(turn.size) // 2 * num_blocks * _GOLDEN).astype(np.int32)[:, None]
+    rank = (block + shift) % num_blocks
+    rank = jnp.where(turn % 2 == 0, rank, num_blocks - 1 - rank)
+    tile = turn * num_blocks + jnp.take_along_axis(longest_first, rank, axis=1)
+    return jnp.pad(jnp.where(tile < num_tiles, tile, -1), ((0, 1), (0, 0)), constant_values=-1).T
 
 
 def _words(ranges: Ranges, tiles: Any, num_heads: int, xp: Any) -> Any:
@@ -201,3 +221,128 @@ def _longest_first(
 
 def _row(head: int, num_heads: int, cost: tuple[tuple[float, ...], ...]) -> int:
     return min(head // num_heads, len(cost) - 1)
+
+
+class QueryRanges(NamedTuple):
+    """Query tiles by key tile, for the backward pass: int32 ``[B|1, num_kv_tiles]``.
+
+    Attributes:
+        lo: with ``hi`` the query tiles to visit; those left out see nothing of the key tile.
+        full_lo: with ``full_hi`` the part of them that needs no mask. Rows that see no key at all
+            count as seeing all: their probabilities are 0 whatever is visible.
+        full_hi: likewise.
+        hi: likewise.
+    """
+
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+
+
+class QueryEdges(NamedTuple):
+    """What is known at trace time about all key tiles; True if unknown.
+
+    Attributes:
+        leading: whether masked query tiles ever come before the full ones.
+        trailing: whether they ever come after them.
+    """
+
+    leading: bool = True
+    trailing: bool = True
+
+    @property
+    def masked(self) -> bool:
+        """Whether any tile needs a mask."""
+        return self.leading or self.trailing
+
+
+def find_query_ranges(
+    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int
+) -> tuple[QueryRanges, QueryEdges]:
+    """Transposes :meth:`Mask.row_ranges`: which query tiles see a key tile.
+
+    Exact where intervals move forward with their rows, as those of causal masks, windows, lengths
+    and packed sequences do; otherwise too many tiles may be visited and too few called full.
+    """
+    start, end = mask.row_ranges(q_len, kv_len)
+    xp: Any = np if isinstance(start, np.ndarray) else jnp
+    num_q_tiles, num_kv_tiles = -(-q_len // block_q), -(-kv_len // block_kv)
+    sees = start < end
+
+    def by_tile(rows: Any, reduction: Any, neutral: int) -> Any:
+        """Reduces the rows of each query tile that see something."""
+        rows = xp.where(sees, rows, neutral)
+        rows = xp.pad(rows, ((0, 0), (0, -q_len % block_q)), constant_values=neutral)
+        return reduction(rows.reshape(rows.shape[0], num_q_tiles, block_q), axis=2)
+
+    # Running extremes are monotone, so a key tile's query tiles can be searched for.
+    first, past = 0, num_kv_tiles * block_kv
+    seen_lo = _running_min(by_tile(start, xp.min, past) // block_kv)
+    seen_hi = _running_max(-(-by_tile(end, xp.max, first) // block_kv))
+    full_lo = _running_max(-(-by_tile(start, xp.max, first) // block_kv))
+    full_hi = _running_min(by_tile(end, xp.min, past) // block_kv)
+    lo = _count_up_to(seen_hi, num_kv_tiles)
+    hi = xp.maximum(_count_up_to(seen_lo, num_kv_tiles), lo)
+    first_full = xp.clip(_count_up_to(full_hi, num_kv_tiles), lo, hi)
+    past_full = xp.clip(_count_up_to(full_lo, num_kv_tiles), first_full, hi)
+    if mask.q_segments is not None:
+        past_full = first_full
+    # Keys past the end are read as zeros, which are no scores.
+    cut_short = np.arange(num_kv_tiles) >= kv_len // block_kv
+    past_full = xp.where(cut_short, first_full, past_full)
+    # Where nothing is full, all count as leading.
+    some_full = first_full < past_full
+    first_full, past_full = (xp.where(some_full, x, hi) for x in (first_full, past_full))
+    ranges = QueryRanges(*(x.astype(xp.int32) for x in (lo, first_full, past_full, hi)))
+    if xp is jnp or lo.size == 0:
+        return ranges, QueryEdges()
+    return ranges, QueryEdges(bool((first_full > lo).any()), bool((past_full < hi).any()))
+
+
+def _running_max(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return np.maximum.accumulate(x, axis=1)
+    return jax.lax.cummax(x, axis=1)
+
+
+def _running_min(x: Any) -> Any:
+    """The smallest of each entry and those after it."""
+    if isinstance(x, np.ndarray):
+        return np.minimum.accumulate(x[:, ::-1], axis=1)[:, ::-1]
+    return jax.lax.cummin(x, axis=1, reverse=True)
+
+
+def _count_up_to(ascending: Any, num: int) -> Any:
+    """``[rows, num]``: how many entries of each row are at most 0, 1, ..., num - 1."""
+    numbers = np.arange(num, dtype=np.int32)
+    if isinstance(ascending, np.ndarray):
+        return np.stack([np.searchsorted(row, numbers, side="right") for row in ascending])
+    return jax.vmap(lambda row: jnp.searchsorted(row, numbers, side="right"))(ascending)
+
+
+def make_for_keys(
+    ranges: QueryRanges, batch: int, num_kv_heads: int, num_blocks: int, head_group: int
+) -> Any:
+    """The backward pass's schedule, ``[num_blocks, max_tiles + 1, 6]``.
+
+    Its words are the key tile, or -1 past the end, ``batch * num_kv_heads + head``, and the four
+    ranges of the key tile's query tiles.
+    """
+    num_kv_tiles = ranges.lo.shape[1]
+    num_tiles = batch * num_kv_heads * num_kv_tiles
+    if isinstance(ranges.lo, np.ndarray) and num_tiles <= _MAX_HOST_TILES:
+        cost = (ranges.hi - ranges.lo).astype(np.float64)
+        tiles = _longest_first(
+            tuple(map(tuple, cost.tolist())), batch, num_kv_heads, num_blocks, head_group
+        )
+        xp: Any = np
+    else:
+        tiles, xp = _dealt(ranges, batch, num_kv_heads, num_blocks), jnp
+    used = tiles >= 0
+    tile = xp.where(used, tiles, 0)
+    head, kv_tile = tile // num_kv_tiles, tile % num_kv_tiles
+    row = xp.minimum(head // num_kv_heads, ranges.lo.shape[0] - 1)
+    words = [xp.where(used, kv_tile, -1), head]
+    words += [xp.asarray(x)[row, kv_tile] for x in ranges]
+    return xp.stack(words, axis=-1).astype(xp.int32)

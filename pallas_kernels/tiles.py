@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -42,9 +42,9 @@ def swizzle_bytes(columns: int, dtype: Any) -> int:
     return next(width for width in (128, 64, 32) if row_bytes % width == 0)
 
 
-def buffer(shape: tuple[int, ...], dtype: Any) -> Any:
+def buffer(shape: tuple[int, ...], dtype: Any, widest: int = 128) -> Any:
     """A shared-memory buffer that TMA fills and wgmma reads: tiled by 8 rows, swizzled."""
-    swizzle = swizzle_bytes(shape[-1], dtype)
+    swizzle = min(widest, swizzle_bytes(shape[-1], dtype))
     tile = (8, swizzle // jnp.dtype(dtype).itemsize)
     transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -61,26 +61,55 @@ def smem_bytes(scratch: Mapping[str, Any]) -> int:
     return total
 
 
-def hide(ops: Ops, s: Array, start: Any, end: Any, column: Any) -> Array:
-    """Scores with -inf where key ``column + j`` is outside a row's ``[start, end)``.
+class RowBounds(NamedTuple):
+    """What the rows of one warpgroup see: keys ``start <= j < end`` that share their segment.
+
+    Attributes:
+        start: int32 ``[rows]``; None if every row starts at key 0.
+        end: int32 ``[rows]`` or a scalar.
+        segments: int32 ``[rows]``; None without segments.
+    """
+
+    start: Array | None
+    end: Any
+    segments: Array | None
+
+    def sees(self, keys: Any, segments: Any, spread: Callable[[Array], Array]) -> Array:
+        """Which keys the rows see.
+
+        Args:
+            keys: int32 indices of keys.
+            segments: int32 ids of those keys; unused without segments.
+            spread: makes an array ``[rows]`` comparable with ``keys``.
+        """
+        visible = keys < (spread(self.end) if jnp.ndim(self.end) else self.end)
+        if self.start is not None:
+            visible = visible & (keys >= spread(self.start))
+        if self.segments is not None:
+            visible = visible & (spread(self.segments) == segments)
+        return visible
+
+
+def hide(ops: Ops, s: Array, bounds: RowBounds, column: Any, segments: Array | None) -> Array:
+    """Scores with -inf where a row does not see a key.
 
     Args:
         ops: primitives.
         s: fp32 ``[rows, block_kv]``.
-        start: int32 ``[rows]``, a scalar, or the int 0 if no row has a start.
-        end: int32 ``[rows]`` or a scalar.
+        bounds: what the rows see.
         column: scalar, the key index of column 0.
+        segments: int32 ``[block_kv]``, of the keys; None without segments.
     """
-    columns = ops.iota(s.shape, 1)
 
-    def spread(bound: Any) -> Any:
-        bound = bound - column
-        return lax.broadcast_in_dim(bound, s.shape, [0]) if jnp.ndim(bound) else bound
+    def spread(x: Array) -> Array:
+        return lax.broadcast_in_dim(x, s.shape, [0])
 
-    visible = columns < spread(end)
-    if not (isinstance(start, int) and start == 0):
-        visible = visible & (columns >= spread(start))
-    return jnp.where(visible, s, -jnp.inf)
+    # The bounds move to the tile, not the columns to the keys: one subtraction a row.
+    start = None if bounds.start is None else bounds.start - column
+    local = RowBounds(start, bounds.end - column, bounds.segments)
+    if segments is not None:
+        segments = lax.broadcast_in_dim(segments, s.shape, [1])
+    return jnp.where(local.sees(ops.iota(s.shape, 1), segments, spread), s, -jnp.inf)
 
 
 def first_stats(ops: Ops, rows: int, *, partial_sums: bool) -> RowStats:
@@ -130,3 +159,29 @@ def finish(stats: RowStats) -> tuple[Array, Array]:
     # A NaN in l is not 0 and stays one.
     inverse = jnp.where(l == 0.0, 0.0, 1.0 / l)
     return inverse, (m + jnp.log2(l)) * (1.0 / LOG2_E)
+
+
+def visible_columns(
+    ops: Ops, shape: tuple[int, int], bounds: RowBounds, key: Any, segments: Array | None
+) -> Array:
+    """Which keys the queries see, of a transposed tile: keys are its rows, queries its columns.
+
+    Args:
+        ops: primitives.
+        shape: ``(keys, queries)``.
+        bounds: what the queries see; its arrays have one entry a column.
+        key: scalar, the key index of row 0.
+        segments: int32 ``[keys]``, of the keys; None without segments.
+
+    Returns:
+        bool ``shape``.
+    """
+
+    def spread(x: Array) -> Array:
+        return lax.broadcast_in_dim(x, shape, [1])
+
+    start = None if bounds.start is None else bounds.start - key
+    local = RowBounds(start, bounds.end - key, bounds.segments)
+    if segments is not None:
+        segments = lax.broadcast_in_dim(segments, shape, [0])
+    return local.sees(ops.iota(shape, 0), segments, spread)

@@ -20,8 +20,9 @@ else:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache/jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-four_devices = "--xla_force_host_platform_device_count=4"
-os.environ["XLA_FLAGS"] = f"{four_devices} {os.environ.get('XLA_FLAGS', '')}"
+# On a GPU, XLA would time candidates for each of thousands of small products.
+flags = "--xla_force_host_platform_device_count=4 --xla_gpu_autotune_level=0"
+os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax  # noqa: E402 (the lines above must come first)
 

@@ -42,7 +42,6 @@ def interpreted(monkeypatch, capfd):
         monkeypatch.setattr(backend, "forward", attend)
 
     use()
-    monkeypatch.setattr(backend, "untested", lambda spec: None)  # these are its tests
     if not ON_GPU:
         monkeypatch.setattr(backends, "device_of", lambda *_: HOPPER)
     yield use
@@ -91,6 +90,9 @@ def i32(*values):
     return np.array(values, np.int32)
 
 
+ANY_IDS = np.random.default_rng(7).integers(-2, 3, (2, 140)).astype(np.int32)
+SORTED_IDS = np.sort(np.random.default_rng(8).integers(0, 5, (2, 150)), axis=1).astype(np.int32)
+
 # name: shapes (batch, tq, tk, hq, hk, d[, dv]), the call's keywords, the oracle's keywords
 CASES = {
     "one token": ((1, 1, 1, 1, 1, 64), {}, {}),
@@ -125,6 +127,18 @@ CASES = {
         (2, 150, 150, 2, 1, 128),
         {"is_causal": True, "key_value_seq_lengths": i32(77, 150)},
         {"is_causal": True, "kv_lengths": i32(77, 150)},
+    ),
+    "D80": ((1, 70, 130, 1, 1, 80), {"is_causal": True, "q_offset": 60}, None),
+    "D96/72": ((1, 70, 130, 1, 1, 96, 72), {}, {}),
+    "segments": (
+        (2, 150, 150, 2, 1, 64),
+        {"query_segment_ids": SORTED_IDS, "key_value_segment_ids": SORTED_IDS, "is_causal": True},
+        {"q_segments": SORTED_IDS, "kv_segments": SORTED_IDS, "is_causal": True},
+    ),
+    "segments in any order": (
+        (2, 100, 140, 1, 1, 64),
+        {"query_segment_ids": ANY_IDS[:, :100], "key_value_segment_ids": ANY_IDS},
+        {"q_segments": ANY_IDS[:, :100], "kv_segments": ANY_IDS},
     ),
     "negative scale": ((1, 64, 64, 1, 1, 64), {"scale": -0.3}, None),
     "zero scale": ((1, 64, 64, 1, 1, 64), {"scale": 0.0}, None),
@@ -198,12 +212,32 @@ def test_keys_that_no_query_sees_may_be_nan(interpreted):
     check(run(q, k, v, is_causal=True), oracle64.attention(q, *clean, is_causal=True))
 
 
-def test_a_query_that_sees_nan_says_so(interpreted):
-    q, k, v = qkv(1, 64, 64, 1, 1, 64)
-    v[0, 5, 0, 7] = np.nan
-    out, lse = map(np.asarray, run(q, k, v))
-    assert np.isnan(out[..., 7].astype(np.float32)).all()
-    assert np.isfinite(lse).all()
+@pytest.mark.parametrize(("d", "bad"), [(64, np.nan), (80, np.inf), (128, np.nan), (256, np.inf)])
+def test_nan_reaches_just_the_queries_that_see_it(d, bad, interpreted):
+    """Also where the value shares a tile with some that other rows of the tile see."""
+    q, k, v = qkv(1, 70, 70, 1, 1, d)
+    clean = oracle64.attention(q, k, v, is_causal=True)
+    v[0, 40, 0, 7] = bad
+    out, lse = map(np.array, run(q, k, v, is_causal=True))
+    tainted = out[0, 40:, :, 7].astype(np.float32)
+    assert (np.isnan(tainted) | np.isposinf(tainted)).all()
+    out[0, 40:, :, 7] = clean[0][0, 40:, :, 7]
+    check((out, lse), clean)
+
+
+def test_nan_stays_in_its_segment(interpreted):
+    q, k, v = qkv(2, 150, 150, 2, 1, 64)
+    terms = {"q_segments": SORTED_IDS, "kv_segments": SORTED_IDS}
+    clean, _ = oracle64.attention(q, k, v, **terms)
+    k[SORTED_IDS == 2] = np.nan
+    v[SORTED_IDS == 2] = np.inf
+    segments = {"query_segment_ids": SORTED_IDS, "key_value_segment_ids": SORTED_IDS}
+    out, lse = map(np.asarray, run(q, k, v, **segments))
+    out = out.astype(np.float32)
+    assert np.isnan(out[SORTED_IDS == 2]).all()
+    assert np.isfinite(lse[SORTED_IDS != 2]).all()
+    out[SORTED_IDS == 2] = clean[SORTED_IDS == 2]
+    assert np.linalg.norm(out - clean) <= 4e-3 * np.linalg.norm(clean)
 
 
 @pytest.mark.parametrize("zero", ["batch", "tq", "tk", "dv"])
@@ -308,7 +342,7 @@ def test_supports_answers():
     assert "sinks" in refusal(sinks=np.ones(4, np.float32))
     assert "alibi" in refusal(alibi_slopes=np.ones(4, np.float32))
     segments = np.zeros((2, 64), np.int32)
-    assert "segment" in refusal(query_segment_ids=segments, key_value_segment_ids=segments)
+    assert refusal(query_segment_ids=segments, key_value_segment_ids=segments) is None
 
 
 def test_configs_ask_for_no_more_than_there_is():
