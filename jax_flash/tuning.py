@@ -242,7 +242,6 @@ def distance(key: Key, measured: Key) -> tuple[float, ...] | None:
     factor of two of each other. Lengths count first (in octaves), then the number of heads in the
     launch, their grouping, and the dtype itself; among equals the longer problem is the nearer.
     """
-
     if key == measured:
         return (0.0,)
     if any(getattr(key, name) != getattr(measured, name) for name in _FIXED):
@@ -274,7 +273,7 @@ def build[T](kind: type[T], fields: Any, what: str = "it") -> T:
     """
     if not isinstance(fields, Mapping):
         raise ValueError(f"{what} must be an object; got {fields!r}")
-    hints = _hints(kind)
+    hints = _hints(typing.cast(Any, kind))
     missing, unknown = sorted(hints.keys() - fields.keys()), sorted(fields.keys() - hints.keys())
     if missing or unknown:
         raise ValueError(
@@ -290,7 +289,7 @@ def build[T](kind: type[T], fields: Any, what: str = "it") -> T:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
