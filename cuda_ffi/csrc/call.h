@@ -45,6 +45,13 @@ inline ffi::Error outcome(const char* kernel, const std::string& shape, Status s
                               " was not launched: " + status.what + ": " + status.cause);
 }
 
+// log2 of a power of two, else -1.
+inline int shift_of(int x) {
+  int shift = 0;
+  while ((1 << shift) < x && shift < 30) ++shift;
+  return 1 << shift == x ? shift : -1;
+}
+
 enum Layout : int64_t { kContiguous = 0, kNHD = 1, kHND = 2 };
 
 // Axes [page, token, head, element], or [page, head, token, element] where heads come first.
@@ -99,6 +106,7 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
   p.num_pages = kd[0], p.page_size = heads_first ? kd[2] : kd[1];
   p.max_pages = is_paged ? block_tables.dimensions()[1] : 1;
   p.capacity = p.max_pages * p.page_size;
+  p.page_shift = shift_of(p.page_size);
   p.scale = scale, p.soft_cap = soft_cap, p.is_causal = is_causal;
   p.window_left = window_left, p.window_right = window_right;
   p.batch_invariant = batch_invariant;

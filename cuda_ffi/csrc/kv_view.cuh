@@ -12,7 +12,7 @@ JF_DEVICE int length_of(const DecodeParams& p, int b) {
 }
 
 JF_DEVICE int page_of(const DecodeParams& p, int token) {
-  return (unsigned)token / (unsigned)p.page_size;
+  return p.page_shift >= 0 ? token >> p.page_shift : (unsigned)token / (unsigned)p.page_size;
 }
 
 // Tokens [begin, end) of the cache, visible to one or to all new tokens of a sequence.
@@ -40,21 +40,17 @@ JF_DEVICE Span visible_to_any(const DecodeParams& p, int length) {
   return {first.begin / kChunk * kChunk, max(last.end, 0)};
 }
 
-// The page that holds a token, or -1 where the table names none. Only for tokens below the length:
-// entries beyond it may hold anything.
+// The page that holds a token, or -1 where the table names none. To be followed only for tokens below
+// the length: entries beyond it may hold anything.
 JF_DEVICE int page_id(const DecodeParams& p, int b, int token) {
   if (p.block_tables == nullptr) return b;
-  const int id = p.block_tables[(int64_t)b * p.max_pages + page_of(p, token)];
+  const int column = page_of(p, token);
+  if (column >= p.max_pages) return -1;
+  const int id = p.block_tables[(int64_t)b * p.max_pages + column];
   return (unsigned)id < (unsigned)p.num_pages ? id : -1;
 }
 
-// Of a token in a page that exists.
-JF_DEVICE int64_t element_offset(const DecodeParams& p, const KvView& view, int page, int token,
-                                 int head) {
-  const int slot = token - page_of(p, token) * p.page_size;
-  return page * view.page_stride + slot * view.token_stride + head * view.head_stride;
-}
-
+// Of the scale of a token in a page that exists.
 JF_DEVICE int64_t scale_offset(const DecodeParams& p, const KvView& view, int page, int token,
                                int head) {
   const int slot = token - page_of(p, token) * p.page_size;

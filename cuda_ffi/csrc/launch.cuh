@@ -52,7 +52,7 @@ Status resident_clusters(int parts, int smem, int* count) {
 }
 
 template <class C>
-Status launch_fixed(const DecodeParams& p, Grid grid, int items, int parts, cudaStream_t stream) {
+Status launch_fixed(const DecodeParams& p, Grid grid, int parts, cudaStream_t stream) {
   CUtensorMap key_map, value_map;
   JF_RETURN_IF_FAILED(make_maps<C>(p, &key_map, &value_map));
   grid.parts = parts;
@@ -60,7 +60,8 @@ Status launch_fixed(const DecodeParams& p, Grid grid, int items, int parts, cuda
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {(unsigned)parts, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(items * parts), config.blockDim = dim3(C::kThreads);
+  config.gridDim = dim3(grid.row_tiles * parts, p.kv_heads, p.batch);
+  config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = C::smem_bytes(p, grid.rows, parts), config.stream = stream;
   config.attrs = &attribute, config.numAttrs = parts > 1 ? 1 : 0;
   JF_CHECK(cudaLaunchKernelEx(&config, decode_kernel<C>, p, grid, key_map, value_map));
@@ -68,7 +69,7 @@ Status launch_fixed(const DecodeParams& p, Grid grid, int items, int parts, cuda
 }
 
 template <class C>
-Status launch_balanced(const DecodeParams& p, Grid grid, int items, int max_chunks,
+Status launch_balanced(const DecodeParams& p, Grid grid, int max_chunks,
                        const DeviceFacts& device, cudaStream_t stream) {
   CUtensorMap key_map, value_map;
   JF_RETURN_IF_FAILED(make_maps<C>(p, &key_map, &value_map));
@@ -78,20 +79,22 @@ Status launch_balanced(const DecodeParams& p, Grid grid, int items, int max_chun
   JF_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<C>, C::kThreads,
                                                          smem));
   if (blocks == 0) return {"decode", "the batch's tables do not fit into shared memory"};
-  blocks *= device.multiprocessors;
-  // Cuts at the ends of items cost nothing: with equal lengths a multiple of the items has only them.
+  blocks = std::max(1, blocks * device.multiprocessors / grid.row_tiles);  // of one row tile
+  const int items = p.batch * p.kv_heads;
+  // Cuts at the ends of items are free: equal lengths and a multiple of the items have no others.
   if (items <= blocks && blocks / items * items >= blocks * 9 / 10) blocks = blocks / items * items;
   const int64_t useful = ((int64_t)items * max_chunks + C::kWarps - 1) / C::kWarps;
-  const int64_t room = p.num_partials / ((int64_t)2 * grid.rows * C::kPitch);
+  const int64_t room = p.num_partials / ((int64_t)2 * grid.row_tiles * grid.rows * C::kPitch);
   blocks = (int)std::max<int64_t>(1, std::min<int64_t>({blocks, useful, room}));
-  decode_kernel<C><<<blocks, C::kThreads, smem, stream>>>(p, grid, key_map, value_map);
+  decode_kernel<C><<<dim3(grid.row_tiles, blocks), C::kThreads, smem, stream>>>(p, grid, key_map,
+                                                                              value_map);
   JF_CHECK(cudaGetLastError());
   if (blocks == 1) return {};
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks - 1), config.blockDim = dim3(128);
+  config.gridDim = dim3(blocks - 1, grid.row_tiles), config.blockDim = dim3(128);
   config.dynamicSmemBytes = Ranges::bytes(p.batch), config.stream = stream;
   config.attrs = &attribute, config.numAttrs = device.capability >= 90 ? 1 : 0;
   JF_CHECK(cudaLaunchKernelEx(&config, combine_kernel<C>, p, grid, blocks));
@@ -122,21 +125,27 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
   JF_RETURN_IF_FAILED(allow_shared_memory<Ranges_>(device));
   const bool has_clusters = device.capability >= 90;
   if (p.batch_invariant) {
-    return launch_fixed<Cluster>(p, grid, items, has_clusters ? 8 : 1, stream);
+    return launch_fixed<Cluster>(p, grid, has_clusters ? 8 : 1, stream);
   }
-  if (has_clusters && tokens <= kMaxClusterTokens) {
+  // A single sequence may be long: there is no other whose blocks would wait for it.
+  if (has_clusters && (tokens <= kMaxClusterTokens || p.batch == 1)) {
     for (int parts = 8; parts > 1; parts /= 2) {
       if (items * parts > 2 * device.multiprocessors) continue;
+      if (tokens > kMaxClusterTokens && 5 * items * parts < 2 * device.multiprocessors) break;
       int resident;
       const int smem = Cluster::smem_bytes(p, grid.rows, parts);
       JF_RETURN_IF_FAILED(resident_clusters<Cluster>(parts, smem, &resident));
-      if (items <= resident) return launch_fixed<Cluster>(p, grid, items, parts, stream);
+      if (items <= resident) return launch_fixed<Cluster>(p, grid, parts, stream);
     }
   }
   if (tokens <= kMaxSoloTokens && items >= 2 * device.multiprocessors) {
-    return launch_fixed<Solo>(p, grid, items, 1, stream);
+    return launch_fixed<Solo>(p, grid, 1, stream);
   }
-  return launch_balanced<Ranges_>(p, grid, items, max_chunks, device, stream);
+  return launch_balanced<Ranges_>(p, grid, max_chunks, device, stream);
+}
+
+constexpr int stage_bytes(int key_dim, int value_dim, int size) {
+  return ((key_dim * size + 127) / 128 + (value_dim * size + 127) / 128) * kGroupBytes;
 }
 
 constexpr int stages_for(int stage_bytes, int warps, int budget) {
@@ -145,32 +154,37 @@ constexpr int stages_for(int stage_bytes, int warps, int budget) {
 }
 
 // One type and one class of head dims; TILES tiles of 8 query rows.
+template <class T, class KV, int DK, int DV, int TILES, bool TMA>
+Status decode_hopper(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
+  constexpr int kStage = stage_bytes(DK, DV, sizeof(KV)), kWarps = DK > 128 ? 4 : 8;
+  using Solo =
+      Config<T, KV, DK, DV, TILES, 4, stages_for(kStage, 4, 98304), (DK > 128 ? 1 : 2), TMA, false>;
+  using Cluster =
+      Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 196608), 1, TMA, false>;
+  using Balanced =
+      Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 131072), 1, TMA, true>;
+  return dispatch<Solo, Cluster, Balanced>(p, device, stream);
+}
+
 template <class T, class KV, int DK, int DV, int TILES>
 Status decode_tiles(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
-  constexpr int kRow = (int)sizeof(KV);
-  constexpr int kStage = ((DK * kRow + 127) / 128 + (DV * kRow + 127) / 128) * kGroupBytes;
-  constexpr bool kIsLarge = DK > 128;
-#ifdef JAX_FLASH_TMA
-  constexpr bool kHasGroups = DK * kRow % 128 == 0 && DV * kRow % 128 == 0;
-  if constexpr (kHasGroups) {
-    const bool is_paged = p.block_tables != nullptr;
-    const bool has_boxes = is_paged ? p.page_size % kChunk == 0 : p.page_size >= kChunk;
-    if (device.capability >= 90 && device.smem_bytes >= 220 * 1024 && has_boxes &&
-        p.head_dim == DK && p.value_dim == DV) {
-      constexpr int kWarps = kIsLarge ? 4 : 8;
-      using Solo = Config<T, KV, DK, DV, TILES, 4, stages_for(kStage, 4, 98304), 2, true, false>;
-      using Cluster = Config<T, KV, DK, DV, TILES, kWarps,
-                             stages_for(kStage, kWarps, 196608), 1, true, false>;
-      using Balanced = Config<T, KV, DK, DV, TILES, kWarps,
-                              stages_for(kStage, kWarps, 131072), 1, true, true>;
-      return dispatch<Solo, Cluster, Balanced>(p, device, stream);
+  constexpr int kStage = stage_bytes(DK, DV, sizeof(KV));
+#ifdef JAX_FLASH_HOPPER
+  if (device.capability >= 90 && device.smem_bytes >= 220 * 1024) {
+    // Boxes of 16 tokens must lie in one page, and groups of 128 bytes make up a head.
+    const bool has_boxes = p.block_tables != nullptr ? p.page_size % kChunk == 0
+                                                     : p.page_size >= kChunk;
+    if constexpr (DK * sizeof(KV) % 128 == 0 && DV * sizeof(KV) % 128 == 0) {
+      if (has_boxes && p.head_dim == DK && p.value_dim == DV) {
+        return decode_hopper<T, KV, DK, DV, TILES, true>(p, device, stream);
+      }
     }
+    return decode_hopper<T, KV, DK, DV, TILES, false>(p, device, stream);
   }
 #endif
-  constexpr int kBlocks = kIsLarge ? 1 : 2;
-  constexpr int kStages = stages_for(kStage, 4, 65536);
-  using Fixed = Config<T, KV, DK, DV, TILES, 4, kStages, kBlocks, false, false>;
-  using Balanced = Config<T, KV, DK, DV, TILES, 4, kStages, kBlocks, false, true>;
+  constexpr int kBlocks = DK > 128 ? 1 : 2, kStages = stages_for(kStage, 4, 65536);
+  using Fixed = Config<T, KV, DK, DV, TILES, 4, kStages, kBlocks, false, false, false>;
+  using Balanced = Config<T, KV, DK, DV, TILES, 4, kStages, kBlocks, false, true, false>;
   return dispatch<Fixed, Fixed, Balanced>(p, device, stream);
 }
 

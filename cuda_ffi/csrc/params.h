@@ -45,6 +45,7 @@ struct DecodeParams {
   DType q_type, kv_type;
   int batch, q_len, kv_heads, group, head_dim, value_dim;
   int num_pages, page_size, max_pages, capacity;  // capacity: tokens that a sequence may have
+  int page_shift;                                 // log2 of page_size, or -1
   float scale, soft_cap;                          // soft_cap 0: none
   int is_causal, window_left, window_right;       // window sides < 0: none
   int batch_invariant;  // whether a sequence's bits must not depend on its neighbours

@@ -14,6 +14,12 @@
 
 namespace jax_flash {
 
+#ifdef JF_HOPPER
+constexpr bool kIsHopper = true;
+#else
+constexpr bool kIsHopper = false;
+#endif
+
 using Half16 = __half;
 using Bf16 = __nv_bfloat16;
 

@@ -5,7 +5,8 @@
 // merge through each other's shared memory. No workspace; bits do not depend on other sequences.
 //
 // Equal ranges (balanced): all chunks of all items, one after another, are cut into as many equal
-// ranges as there are blocks. Lengths are read here, on the device, so any skew is balanced and no
+// ranges as there are blocks (those of other tiles of query rows beside them, so that L2 serves all
+// but the first). Lengths are read here, on the device, so any skew is balanced and no
 // length is known on the host. An item inside one range is written at once; each part of a cut one
 // goes to a slot of the workspace, and combine.cuh merges the parts in order. A block has at most two
 // cut items: its first (slot 0) and its last (slot 1).
@@ -14,10 +15,11 @@
 
 namespace jax_flash {
 
-// Tile of query rows, key/value head and sequence; `chunks` of its span are [first, last).
+// A part of an item: chunks [first, last) of its span.
 struct Segment {
   int b, head, row_tile;
-  Span span;  // of the whole item
+  int length;  // of the sequence
+  Span span;   // of the whole item
   int first, last;
 
   JF_DEVICE int num_chunks() const { return span.chunks(); }
@@ -41,9 +43,8 @@ struct Equal {  // T chunks over G blocks: the first T % G have one more
 
 // The prefix sums of the sequences' chunks, in shared memory.
 struct Ranges {
-  const int* prefix;   // [B + 1]
-  const int* lengths;  // [B]
-  int items;           // of one sequence
+  const int* prefix;  // [B + 1], and behind it the lengths [B]
+  int heads;          // key/value heads
 
   static __host__ __device__ int bytes(int batch) { return (2 * batch + 1) * (int)sizeof(int); }
 
@@ -70,17 +71,17 @@ struct Ranges {
     }
   }
 
-  JF_DEVICE int total(int batch) const { return prefix[batch] * items; }
+  JF_DEVICE int total(int batch) const { return prefix[batch] * heads; }
 
-  JF_DEVICE int first_chunk(int b, int item) const {  // of an item, among all
-    return prefix[b] * items + item * (prefix[b + 1] - prefix[b]);
+  JF_DEVICE int first_chunk(int b, int head) const {  // of an item, among all of its row tile
+    return prefix[b] * heads + head * (prefix[b + 1] - prefix[b]);
   }
 
   JF_DEVICE int sequence_at(int batch, int chunk) const {  // the last one that begins at or before
     int low = 0, high = batch;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (prefix[middle] * items <= chunk) {
+      if (prefix[middle] * heads <= chunk) {
         low = middle;
       } else {
         high = middle;
@@ -99,11 +100,10 @@ struct Walk<false> {  // one item; this block's chunks are part, part + parts, .
   Segment segment;
   bool valid;
 
-  JF_DEVICE Walk(const DecodeParams& p, const Ranges&, int item, int row_tiles, int) {
-    const int heads = p.kv_heads * row_tiles;
-    const int b = item / heads, rest = item - b * heads;
-    segment.b = b, segment.head = rest / row_tiles, segment.row_tile = rest % row_tiles;
-    segment.span = visible_to_any(p, length_of(p, b));
+  JF_DEVICE Walk(const DecodeParams& p, int b, int head, int row_tile) {
+    segment.b = b, segment.head = head, segment.row_tile = row_tile;
+    segment.length = length_of(p, b);
+    segment.span = visible_to_any(p, segment.length);
     segment.first = 0, segment.last = segment.num_chunks();
     valid = true;
   }
@@ -116,37 +116,36 @@ struct Walk<true> {
   Segment segment;
   bool valid;
   int low, high;  // the block's range
-  int item;       // in its sequence
-  int row_tiles;
   Ranges ranges;
 
-  JF_DEVICE Walk(const DecodeParams& p, const Ranges& ranges, int block, int row_tiles, int blocks)
-      : row_tiles(row_tiles), ranges(ranges) {
+  JF_DEVICE Walk(const DecodeParams& p, const Ranges& ranges, int block, int row_tile, int blocks)
+      : ranges(ranges) {
+    segment.row_tile = row_tile;
     const Equal equal(ranges.total(p.batch), blocks);
     low = equal.begin(block), high = equal.begin(block + 1);
     valid = high > low;
     if (!valid) return;
     segment.b = ranges.sequence_at(p.batch, low);
     const int length = ranges.prefix[segment.b + 1] - ranges.prefix[segment.b];
-    item = (unsigned)(low - ranges.prefix[segment.b] * ranges.items) / (unsigned)length;
+    segment.head = (unsigned)(low - ranges.prefix[segment.b] * ranges.heads) / (unsigned)length;
     locate(p);
   }
 
   JF_DEVICE void next(const DecodeParams& p) {
-    if (++item == ranges.items) {
-      item = 0;
+    if (++segment.head == ranges.heads) {
+      segment.head = 0;
       do {
         ++segment.b;
       } while (segment.b < p.batch && ranges.prefix[segment.b + 1] == ranges.prefix[segment.b]);
     }
-    valid = segment.b < p.batch && ranges.first_chunk(segment.b, item) < high;
+    valid = segment.b < p.batch && ranges.first_chunk(segment.b, segment.head) < high;
     if (valid) locate(p);
   }
 
   JF_DEVICE void locate(const DecodeParams& p) {
-    segment.head = item / row_tiles, segment.row_tile = item - segment.head * row_tiles;
-    segment.span = visible_to_any(p, ranges.lengths[segment.b]);
-    const int begin = ranges.first_chunk(segment.b, item);
+    segment.length = ranges.prefix[p.batch + 1 + segment.b];
+    segment.span = visible_to_any(p, segment.length);
+    const int begin = ranges.first_chunk(segment.b, segment.head);
     segment.first = max(low - begin, 0), segment.last = min(high - begin, segment.num_chunks());
   }
 };

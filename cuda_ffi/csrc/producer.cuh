@@ -1,0 +1,138 @@
+// How the stages of one warp are filled: by TMA, 16 tokens of a page at a time, or by a gather of 16-byte
+// pieces with cp.async for any page size and head dim. The producer runs kStages chunks ahead of the
+// consumer, over the same segments.
+#pragma once
+#include "config.cuh"
+
+namespace jax_flash {
+
+// Fills the stages of one warp.
+template <class C>
+struct Producer {
+  const DecodeParams& p;
+  const CUtensorMap *key_map, *value_map;
+  Walk<C::kBalanced> walk;
+  const int lane, first, step;
+  const uint32_t ring, barriers;
+  const uint64_t policy;
+  int chunk, count, ids, next_ids;
+  int upcoming_ids = -1;  // the first ones of the segment after this one
+
+  JF_DEVICE Producer(const DecodeParams& p, const CUtensorMap* key_map,
+                     const CUtensorMap* value_map, const Walk<C::kBalanced>& walk, int lane,
+                     int first, int step, uint32_t ring, uint32_t barriers, uint64_t policy)
+      : p(p), key_map(key_map), value_map(value_map), walk(walk), lane(lane), first(first),
+        step(step), ring(ring), barriers(barriers), policy(policy) {
+    if (!walk.valid) return;
+    if constexpr (C::kBalanced) {
+      upcoming_ids = first_ids(walk.segment);
+    } else {  // without a window the first chunk is known before the length: both loads overlap
+      const int at = first + first_chunk_of_lane();
+      const int early = page_id(p, walk.segment.b, at * kChunk + slot());
+      if (walk.segment.span.begin == 0) {
+        upcoming_ids = is_used(walk.segment, at) ? early : -1;
+      } else {
+        upcoming_ids = first_ids(walk.segment);
+      }
+    }
+    begin_segment();
+  }
+
+  JF_DEVICE int token_of(int chunk) const { return walk.segment.span.begin + chunk * kChunk; }
+
+  // A lane looks up the page of one chunk (TMA), or of one token of a chunk.
+  JF_DEVICE int first_chunk_of_lane() const { return C::kTma ? lane * step : 0; }
+  JF_DEVICE int slot() const { return C::kTma ? 0 : lane & (kChunk - 1); }
+
+  JF_DEVICE bool is_used(const Segment& s, int chunk) const {
+    return chunk < s.last && s.span.begin + chunk * kChunk + slot() < s.span.end;
+  }
+
+  JF_DEVICE int load_ids(const Segment& s, int chunk) const {
+    return is_used(s, chunk) ? page_id(p, s.b, s.span.begin + chunk * kChunk + slot()) : -1;
+  }
+
+  JF_DEVICE int first_ids(const Segment& s) const {
+    return load_ids(s, s.first + first + first_chunk_of_lane());
+  }
+
+  JF_DEVICE void begin_segment() {
+    chunk = walk.segment.first + first, count = 0;
+    (C::kTma ? ids : next_ids) = upcoming_ids;
+    if constexpr (C::kBalanced) {  // a segment later these would have to be waited for
+      auto upcoming = walk;
+      upcoming.next(p);
+      upcoming_ids = upcoming.valid ? first_ids(upcoming.segment) : -1;
+    }
+  }
+
+  // Starts the copy of the next chunk into a stage; returns kLostBits.
+  JF_DEVICE uint32_t produce(int stage) {
+    while (walk.valid && chunk >= walk.segment.last) {
+      walk.next(p);
+      if (walk.valid) begin_segment();
+    }
+    uint32_t lost = 0;
+    if (walk.valid) {
+      lost = C::kTma ? produce_by_tma(stage) : produce_by_gather(stage);
+      chunk += step, ++count;
+    }
+    if constexpr (!C::kTma) copy_async_commit();
+    return lost;
+  }
+
+  JF_DEVICE uint32_t produce_by_tma(int stage) {
+    // Page numbers come 32 chunks at a time, one batch ahead of their use.
+    const int turn = count & 31;
+    if (turn == 0) {
+      if (count != 0) ids = next_ids;
+      next_ids = load_ids(walk.segment, chunk + (32 + lane) * step);
+    }
+    const int page = __shfl_sync(~0u, ids, turn);
+    if (lane == 0) {
+      const uint32_t target = ring + stage * C::kStageBytes, barrier = barriers + stage * 8;
+      const int token = token_of(chunk), slot = token - page_of(p, token) * p.page_size;
+      barrier_expect(barrier, C::kStageBytes);  // a page of -1 is outside the map: zeros
+      copy_tensor(target, key_map, slot, walk.segment.head, page, barrier, policy);
+      copy_tensor(target + C::kKeyBytes, value_map, slot, walk.segment.head, page, barrier, policy);
+    }
+    return page < 0;
+  }
+
+  JF_DEVICE uint32_t produce_by_gather(int stage) {
+    ids = next_ids;
+    next_ids = load_ids(walk.segment, chunk + step);
+    const int token = token_of(chunk) + (lane & (kChunk - 1));
+    const int slot = token - page_of(p, token) * p.page_size;
+    const uint32_t target = ring + stage * C::kStageBytes;
+    gather<C::kDK>(target, p.k, p.head_dim, slot);
+    gather<C::kDV>(target + C::kKeyBytes, p.v, p.value_dim, slot);
+    return __ballot_sync(~0u, ids < 0) & 0xffffu;
+  }
+
+  template <int kDim>
+  JF_DEVICE void gather(uint32_t target, const KvView& view, int dim, int slot) const {
+    using KV = typename C::KV;
+    constexpr int kElements = 16 / (int)sizeof(KV), kPieces = kDim / kElements;
+    // Of one instruction: the greatest power of two that divides the pieces.
+    constexpr int kLowest = kPieces & -kPieces, kLanes = kLowest < 32 ? kLowest : 32;
+    constexpr int kRows = 32 / kLanes;
+    const int64_t head = walk.segment.head * view.head_stride;
+#pragma unroll
+    for (int i = 0; i < kChunk / kRows; ++i) {
+      const int row = i * kRows + lane / kLanes;
+      const int page = __shfl_sync(~0u, ids, row), row_slot = __shfl_sync(~0u, slot, row);
+#pragma unroll
+      for (int piece = lane % kLanes; piece < kPieces; piece += kLanes) {
+        const bool exists = page >= 0 && piece * kElements < dim;
+        const int64_t offset = exists ? page * view.page_stride + row_slot * view.token_stride +
+                                            head + piece * kElements
+                                      : 0;
+        copy_async(target + piece_offset(row, piece), (const KV*)view.data + offset,
+                   exists ? 16 : 0, policy);
+      }
+    }
+  }
+};
+
+}  // namespace jax_flash
