@@ -152,7 +152,7 @@ def forward_cases() -> Iterator[tuple[str, Any, Any]]:
     import jax.numpy as jnp
 
     from jax_flash.mask import Mask
-    from pallas_kernels import forward
+    from pallas_kernels import config
 
     lengths = jax.ShapeDtypeStruct((2, 1), jnp.int32)
     segments = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
@@ -163,7 +163,7 @@ def forward_cases() -> Iterator[tuple[str, Any, Any]]:
         "lengths": Mask(is_causal=True, kv_ends=lengths),
         "segments": Mask(is_causal=True, q_segments=segments, kv_segments=segments),
     }
-    dims = [(d, d) for d in forward.HEAD_DIMS] + [
+    dims = [(d, d) for d in config.HEAD_DIMS] + [
         (192, 128),
         (64, 256),
         (256, 64),
@@ -175,7 +175,7 @@ def forward_cases() -> Iterator[tuple[str, Any, Any]]:
             for dtype in ("bfloat16", "float16"):
                 if dtype == "float16" and (head_dim != 128 or value_dim != 128):
                     continue
-                problem = forward.Problem(
+                problem = config.Problem(
                     batch=2,
                     q_len=2048,
                     kv_len=2048,
@@ -188,7 +188,7 @@ def forward_cases() -> Iterator[tuple[str, Any, Any]]:
                     mask=mask,
                 )
                 name = f"forward D{head_dim}/{value_dim} {mask_name} {dtype}"
-                yield name, problem, forward.default_config(problem)
+                yield name, problem, config.default_config(problem)
 
 
 def forward_call(problem: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

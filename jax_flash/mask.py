@@ -291,8 +291,13 @@ def packed_mask(
     """
     token = jnp.arange(q_len, dtype=jnp.int32)
     # side="right" skips empty sequences: the last s with cu_seqlens_q[s] <= t.
-    sequence = jnp.searchsorted(cu_seqlens_q, token, side="right").astype(jnp.int32) - 1
     num_sequences = cu_seqlens_q.shape[0] - 1
+    # One fused kernel while comparing with all boundaries is cheap, else a binary search.
+    few = isinstance(q_len, int) and q_len * num_sequences <= 2**24
+    sequence = jnp.searchsorted(
+        cu_seqlens_q, token, side="right", method="compare_all" if few else "scan"
+    )
+    sequence = sequence.astype(jnp.int32) - 1
     owned = (sequence >= 0) & (sequence < num_sequences)
     sequence = jnp.clip(sequence, 0, max(num_sequences - 1, 0))
     following = jnp.minimum(sequence + 1, num_sequences)

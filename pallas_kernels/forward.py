@@ -25,22 +25,20 @@ Key tiles: the schedule (:mod:`pallas_kernels.schedule`) lists for each query ti
 load, for each warpgroup the part of it to visit, and inside that the part that needs no mask. In
 the rest, columns are compared with the first and last visible key of each row.
 
-Constraints: fp16 or bf16; D and Dv of :data:`HEAD_DIMS`; lengths are multiples of 8 (a tiled TMA
-copy needs that; the wrapper pads, the true lengths are in :class:`Problem`). Missing rows of K and
-V are read as zeros, surplus rows of out are not written, lse has whole tiles.
+Constraints: fp16 or bf16; D and Dv of :data:`~pallas_kernels.config.HEAD_DIMS`; lengths are
+multiples of 8 (a tiled TMA copy needs that; the wrapper pads, the true lengths are in the problem).
+Missing rows of K and V are read as zeros, surplus rows of out are not written, lse has whole tiles.
 
 Hidden values: hidden scores are replaced, so that a NaN in K harms nobody. A hidden row of V that
 shares a tile with visible ones is multiplied by 0, where NaN and inf survive: rows of O that end up
-with one are computed again, key by key, without the hidden ones (:meth:`_Kernel.recompute`).
+with one are computed again, key by key (:mod:`pallas_kernels.recompute`).
 
 Test:  python -m pytest tests/test_pallas_forward.py     Compile without a GPU:  python -m bench aot
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,113 +49,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash.mask import Mask
+from pallas_kernels import recompute, tiles
 from pallas_kernels import schedule as schedules
-from pallas_kernels import tiles
+from pallas_kernels.config import ForwardConfig, Problem, default_config, head_group
 from pallas_kernels.ops import Ops
 
 Array = jax.Array
 Ref = Any
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _FIRST_NAMED_BARRIER = 5  # lower ones belong to Mosaic
 _ROWS = tiles.WARPGROUP_ROWS
-_REGISTERS = 65536  # of a multiprocessor
-_CACHE_BYTES = 2**25  # of the L2 cache that keys and values may fill
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ForwardConfig:
-    """Compile-time options of the kernel.
-
-    Attributes:
-        num_warpgroups: consumers, each of 64 query rows.
-        block_kv: keys in a tile.
-        num_stages: K tiles in flight, and as many V tiles.
-        consumer_registers: registers a thread of a consumer.
-        producer_registers: registers a thread of the producer.
-        share_out: out is staged in Q's buffer, not in one of its own.
-        take_turns: consumers take turns in issuing matrix products.
-        early_wait: wait for the next K tile before waiting for P V. ptxas otherwise moves the
-            second wait above the softmax, which undoes their overlap; worth it in some cases.
-        partial_sums: keep row sums as 8 partial sums a row until the end.
-        lazy_growth: m moves only by more than this (log2 units), and rescaling O is skipped by
-            warps where no m moved. 0 means always and no branch.
-        query_registers: keep Q in registers, not in shared memory.
-        opaque_index: index Q through a zero that LLVM cannot see.
-        head_group: heads worked on at a time, for the L2 cache; 0 is :func:`head_group`'s choice.
-        split_edges: peel masked key tiles into loops of their own, instead of a branch.
-        spill_bytes: what ptxas may spill, bytes; more fails the ahead-of-time check.
-    """
-
-    num_warpgroups: int = 2
-    block_kv: int = 128
-    num_stages: int = 2
-    consumer_registers: int = 240
-    producer_registers: int = 24
-    share_out: bool = False
-    take_turns: bool = True
-    early_wait: bool = False
-    partial_sums: bool = True
-    lazy_growth: float = 8.0
-    query_registers: bool = False
-    opaque_index: bool = False
-    head_group: int = 0
-    split_edges: bool = False
-    spill_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        # setmaxnreg waits for registers that others give back: too large a wish waits for ever.
-        at_launch = _REGISTERS // (128 * (self.num_warpgroups + 1)) // 8 * 8
-        wanted = self.num_warpgroups * (self.consumer_registers - at_launch)
-        if wanted > at_launch - self.producer_registers:
-            raise ValueError(
-                f"consumer_registers={self.consumer_registers}: {self.num_warpgroups} consumers "
-                f"want {wanted} more than the {at_launch} of the launch, but the producer gives "
-                f"back {at_launch - self.producer_registers}. Lower one of the two."
-            )
-        if self.share_out and self.query_registers:
-            raise ValueError("share_out: Q's buffer is refilled early with query_registers")
-
-    @property
-    def block_q(self) -> int:
-        """Query rows of a thread block."""
-        return self.num_warpgroups * _ROWS
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Static facts of one launch.
-
-    Attributes:
-        batch: B.
-        q_len: Tq, before padding.
-        kv_len: Tk, before padding.
-        num_q_heads: Hq.
-        num_kv_heads: Hk.
-        head_dim: D, of :data:`HEAD_DIMS`.
-        value_dim: Dv, of :data:`HEAD_DIMS`.
-        dtype: of q, k, v and out.
-        scale: factor of the logits, > 0.
-        mask: static part of the mask; its arrays are ShapeDtypeStructs.
-        num_blocks: thread blocks to launch at most.
-    """
-
-    batch: int
-    q_len: int
-    kv_len: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: Any
-    scale: float
-    mask: Mask
-    num_blocks: int = 132
-
-    @property
-    def scale_log2(self) -> float:
-        """From scores to log2 units."""
-        return self.scale * tiles.LOG2_E
 
 
 class KeyTiles(NamedTuple):
@@ -172,55 +73,6 @@ class KeyTiles(NamedTuple):
     def count(self) -> Any:
         """How many."""
         return self.hi - self.lo
-
-
-def default_config(problem: Problem) -> ForwardConfig:
-    """The configuration for a problem: the fastest of those measured (docs/log.md)."""
-    d, dv = problem.head_dim, problem.value_dim
-    mask = problem.mask
-    # Loops that branch into a mask spill a few registers, at their edges. Where O is widest,
-    # `recompute` spills more, out of the way of all loops.
-    ranges_unknown = not mask.has_static_ranges or mask.q_segments is not None
-    branches = mask.window is not None or ranges_unknown
-    if max(d, dv) <= 64:
-        if problem.q_len <= 256 and not mask.is_trivial:
-            return ForwardConfig(block_kv=64, num_stages=4, query_registers=True, take_turns=False)
-        if (problem.q_len <= 1024 and not mask.is_trivial) or problem.q_len <= 2 * _ROWS:
-            return ForwardConfig(query_registers=True)
-        return ForwardConfig(
-            num_warpgroups=3,
-            consumer_registers=160,
-            producer_registers=32,
-            early_wait=not mask.is_trivial,
-            spill_bytes=96 if branches else 0,
-        )
-    block_kv = 128 if max(d, dv) <= 128 else 64
-    # What is live in a step: O, S, P and Q.
-    query_registers = dv // 2 + block_kv // 2 + block_kv // 4 + d // 4 <= 192
-    return ForwardConfig(
-        block_kv=block_kv,
-        share_out=min(d, dv) == 256,
-        query_registers=query_registers,
-        opaque_index=not query_registers,
-        early_wait=max(d, dv) > 96 and (block_kv == 128 or not mask.is_trivial),
-        spill_bytes=(272 if d + dv > 384 else 32 if branches else 0) * (not mask.is_trivial),
-    )
-
-
-def head_group(problem: Problem, config: ForwardConfig) -> int:
-    """Heads to work on at a time: few enough for the L2 cache, enough tiles to balance."""
-    if config.head_group:
-        return config.head_group
-    if problem.mask.is_trivial:
-        return 1
-    num_q_tiles = -(-problem.q_len // config.block_q)
-    kv_bytes = 2 * problem.kv_len * (problem.head_dim + problem.value_dim)
-    num_heads = problem.batch * problem.num_q_heads
-    if num_heads * kv_bytes <= _CACHE_BYTES:
-        return num_heads
-    # At most two rounds of tiles: a little more than two would leave the third almost empty.
-    balanced = 2 * problem.num_blocks // num_q_tiles
-    return max(balanced, 8 if 8 * kv_bytes <= _CACHE_BYTES else 4)
 
 
 def scratch_tree(problem: Problem, config: ForwardConfig, ops: Ops) -> dict[str, Any]:
@@ -264,6 +116,15 @@ class _Kernel:
         self.edges = edges
         self.refs = refs
         self.warpgroup = lax.axis_index("warpgroup")
+        own = ops.warpgroup_in_register()
+        following = jnp.where(own == config.num_warpgroups - 1, 0, own + 1)
+        self.turn = _FIRST_NAMED_BARRIER + own
+        self.next_turn = _FIRST_NAMED_BARRIER + following
+
+    @property
+    def may_need_mending(self) -> bool:
+        """Whether some rows see values that others do not."""
+        return not self.problem.mask.is_trivial
 
     def run(self) -> None:
         config = self.config
@@ -277,16 +138,22 @@ class _Kernel:
                 self.arrive("v_empty", slot)
             self.arrive("q_empty")
             if config.take_turns:
-                pl.when(self.warpgroup == consumers - 1)(lambda: self.pass_turn_to(0))
-            self.for_each_tile(self.consume)
+                pl.when(self.warpgroup == consumers - 1)(self.pass_turn)  # to the first
+            _, bad_turns = self.for_each_tile(self.consume, (jnp.int32(0), jnp.int32(0)))
             if config.take_turns:  # what the last consumer gave the first
                 pl.when(self.warpgroup == 0)(self.await_turn)
             plgpu.wait_smem_to_gmem(0)
+            if self.may_need_mending:
+
+                @pl.when(self.any_of_warpgroup(bad_turns))
+                def _() -> None:
+                    self.for_each_tile(self.mend, bad_turns)
+                    plgpu.wait_smem_to_gmem(0)
 
         @pl.when(self.warpgroup == consumers)
         def _() -> None:
             plgpu.set_max_registers(config.producer_registers, action="decrease")
-            steps = self.for_each_tile(self.produce)
+            steps = self.for_each_tile(self.produce, jnp.int32(0))
             for ahead in range(config.num_stages):
                 slot = self.slot(steps + ahead)
                 self.wait("k_empty", slot)
@@ -304,8 +171,8 @@ class _Kernel:
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.config.num_stages))
 
-    def for_each_tile(self, process: Callable[[tuple[Any, ...], Any], Any]) -> Any:
-        """Runs ``process(words, steps)`` on this block's tiles; returns the key tiles loaded.
+    def for_each_tile(self, process: Callable[[Any, tuple[Any, ...], Any], Any], state: Any) -> Any:
+        """Runs ``state = process(turn, words, state)`` on this block's tiles.
 
         Words are read one tile ahead: a read of global memory would delay every tile.
         """
@@ -317,13 +184,12 @@ class _Kernel:
             return tuple(table[block, turn, word] for word in (0, 1, 2, own, own + 1))
 
         def body(turn: Any, carry: Any) -> Any:
-            steps, words = carry
+            state, words = carry
             following = read(turn + 1)
-            steps = lax.cond(words[0] >= 0, lambda: process(words, steps), lambda: steps)
-            return steps, following
+            state = lax.cond(words[0] >= 0, lambda: process(turn, words, state), lambda: state)
+            return state, following
 
-        carry = (jnp.int32(0), read(0))
-        return lax.fori_loop(0, table.shape[1] - 1, body, carry)[0]
+        return lax.fori_loop(0, table.shape[1] - 1, body, (state, read(0)))[0]
 
     def batch_and_head(self, words: tuple[Any, ...]) -> tuple[Any, Any]:
         num_heads = jnp.int32(self.problem.num_q_heads)
@@ -334,7 +200,7 @@ class _Kernel:
 
     # Producer.
 
-    def produce(self, words: tuple[Any, ...], steps: Any) -> Any:
+    def produce(self, _: Any, words: tuple[Any, ...], steps: Any) -> Any:
         refs, config = self.refs, self.config
         batch, head = self.batch_and_head(words)
         kv_head = self.kv_head(head)
@@ -360,15 +226,11 @@ class _Kernel:
 
     def await_turn(self) -> None:
         if self.config.take_turns:
-            self.ops.pace_wait(_FIRST_NAMED_BARRIER + self.warpgroup, 256)
+            self.ops.pace_wait(self.turn, 256)
 
     def pass_turn(self) -> None:
-        last = self.config.num_warpgroups - 1
-        self.pass_turn_to(jnp.where(self.warpgroup == last, 0, self.warpgroup + 1))
-
-    def pass_turn_to(self, warpgroup: Any) -> None:
         if self.config.take_turns:
-            self.ops.pace_arrive(_FIRST_NAMED_BARRIER + warpgroup, 256)
+            self.ops.pace_arrive(self.next_turn, 256)
 
     def bounds(self, batch: Any, row: Any) -> tiles.RowBounds:
         """What this warpgroup's rows see."""
@@ -399,22 +261,24 @@ class _Kernel:
         ref = self.refs[name]
         return ref.at[batch if ref.shape[0] > 1 else 0]
 
-    def consume(self, words: tuple[Any, ...], steps: Any) -> Any:
+    def consume(self, turn: Any, words: tuple[Any, ...], state: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Its state: key tiles loaded so far, and as bits the turns (modulo 32) to mend."""
+        steps, bad_turns = state
         lo, hi = _unpack(words[2])
         own = KeyTiles(*_unpack(words[3]), *_unpack(words[4]))
 
-        def work() -> None:
+        def work() -> Any:
             first = hi - own.hi if self.edges.skips_first else 0
             if self.edges.skips_first:
                 self.sit_out(steps, first)
-            self.compute(words, own, steps + first, own.lo - lo)
+            return self.compute(words, own, steps + first, own.lo - lo)
 
         if self.edges.idles:
             row = words[0] * self.config.block_q + self.warpgroup * _ROWS
-            lax.cond(row < self.problem.q_len, work, lambda: self.idle(steps, hi - lo))
+            found = lax.cond(row < self.problem.q_len, work, lambda: self.idle(steps, hi - lo))
         else:
-            work()
-        return steps + hi - lo
+            found = work()
+        return steps + hi - lo, bad_turns | jnp.where(found, _bit(turn), 0)
 
     def sit_out(self, steps: Any, count: Any) -> None:
         """Lets key tiles pass that other warpgroups visit."""
@@ -429,16 +293,19 @@ class _Kernel:
 
         lax.fori_loop(0, count, body, None)
 
-    def idle(self, steps: Any, count: Any) -> None:
+    def idle(self, steps: Any, count: Any) -> Any:
         """Lets a query tile pass in which this warpgroup has no rows."""
         self.wait("q_full")
         self.arrive("q_empty")
         self.await_turn()  # for the last product, which belongs to no key tile
         self.pass_turn()
         self.sit_out(steps, count)
+        return jnp.bool_(False)
 
-    def compute(self, words: tuple[Any, ...], own: KeyTiles, steps: Any, rest: Any) -> None:
+    def compute(self, words: tuple[Any, ...], own: KeyTiles, steps: Any, rest: Any) -> Any:
         """This warpgroup's rows of one query tile.
+
+        Returns whether this warp's rows of out may have to be mended.
 
         Args:
             words: of the schedule.
@@ -446,7 +313,7 @@ class _Kernel:
             steps: key tiles loaded before the first of them.
             rest: how many are loaded after the last of them.
         """
-        refs, config, ops, problem = self.refs, self.config, self.ops, self.problem
+        config, ops, problem = self.config, self.ops, self.problem
         batch, head = self.batch_and_head(words)
         row = words[0] * config.block_q + self.warpgroup * _ROWS
 
@@ -461,57 +328,64 @@ class _Kernel:
         o, stats = ops.with_accumulator(attend, (_ROWS, problem.value_dim), self.backing("o_acc"))
         if self.edges.skips_last:
             self.sit_out(steps + own.count, rest)
-        if not problem.mask.is_trivial:
-            found = ops.any_nonfinite(o)
-            o = lax.cond(found, lambda: self.recompute(batch, head, row, own, stats.m), lambda: o)
         inverse, lse = tiles.finish(stats)
         o = o * lax.broadcast_in_dim(inverse, o.shape, [0])
-        staging = refs["q_s" if config.share_out else "o_s"].at[self.warpgroup]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staging[...] = o.astype(problem.dtype)
-        refs["lse_s"][self.warpgroup] = lse
-        plgpu.commit_smem()
-        rows = pl.ds(row, _ROWS)
-        plgpu.copy_smem_to_gmem(staging, refs["out"].at[batch, rows, head], commit_group=False)
-        plgpu.copy_smem_to_gmem(
-            refs["lse_s"].at[self.warpgroup], refs["lse"].at[batch, head, rows], commit_group=False
-        )
-        plgpu.commit_smem_to_gmem_group()
+        self.store(o, lse, batch, head, row)
         if config.share_out:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.arrive("q_empty")
+        return ops.any_nonfinite(o) if self.may_need_mending else jnp.bool_(False)
 
-    def recompute(self, batch: Any, head: Any, row: Any, own: KeyTiles, m: Array) -> Array:
-        """O before division, one key at a time, with hidden values replaced, not multiplied by 0.
+    def store(self, o: Array, lse: Array | None, batch: Any, head: Any, row: Any) -> None:
+        """Begins to write this warpgroup's rows."""
+        refs, group = self.refs, self.warpgroup
+        rows = pl.ds(row, _ROWS)
+        staging = refs["q_s" if self.config.share_out else "o_s"].at[group]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = o.astype(self.problem.dtype)
+        if lse is not None:
+            refs["lse_s"][group] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, refs["out"].at[batch, rows, head], commit_group=False)
+        if lse is not None:
+            plgpu.copy_smem_to_gmem(
+                refs["lse_s"].at[group], refs["lse"].at[batch, head, rows], commit_group=False
+            )
+        plgpu.commit_smem_to_gmem_group()
 
-        For rows of O in which a product has left a NaN or inf: of a value that they see, or of one
-        that shares a tile with those they see. Reads global memory and needs no other warp.
+    def mend(self, turn: Any, words: tuple[Any, ...], bad_turns: Any) -> Any:
+        """Writes out again if it got a NaN or inf: it may come from a value that is hidden.
+
+        Apart from all tiles' work and after it, because code beside the loop over keys costs that
+        loop its registers, although it never runs.
         """
         refs, ops, problem = self.refs, self.ops, self.problem
-        shape = (_ROWS, problem.value_dim)
-        kv_head = self.kv_head(head)
-        bounds = self.bounds(batch, row)
-        width = math.gcd(problem.head_dim, 64)
+        batch, head = self.batch_and_head(words)
+        row = words[0] * self.config.block_q + self.warpgroup * _ROWS
+        own_lo, own_hi = _unpack(words[3])
 
-        def add(key: Any, o: Array) -> Array:
-            s = ops.full_rows(_ROWS, 0.0)
-            for first in range(0, problem.head_dim, width):
-                columns = pl.ds(first, width)
-                q = ops.gather_rows(refs["q"].at[batch, :, head, columns], row, _ROWS)
-                k = ops.load_columns(refs["k"].at[batch, key, kv_head, columns])
-                k = lax.broadcast_in_dim(k.astype(jnp.float32), q.shape, [1])
-                s = s + (q.astype(jnp.float32) * k).sum(axis=1)
-            p = jnp.exp2(s * problem.scale_log2 - m)
-            v = ops.load_columns(refs["v"].at[batch, key, kv_head]).astype(jnp.float32)
-            segment = None
-            if "kv_segments" in refs:
-                segment = self.of_batch("kv_segments", batch)[key]
-            visible = bounds.sees(key, segment, lambda x: x)
-            product = lax.broadcast_in_dim(p, shape, [0]) * lax.broadcast_in_dim(v, shape, [1])
-            return jnp.where(lax.broadcast_in_dim(visible, shape, [0]), o + product, o)
+        @pl.when(self.any_of_warpgroup(bad_turns & _bit(turn)))
+        def _() -> None:
+            kv_head = self.kv_head(head)
+            segments = refs.get("kv_segments")
+            operands = recompute.Operands(
+                q=refs["q"].at[batch, :, head],
+                k=refs["k"].at[batch, :, kv_head],
+                v=refs["v"].at[batch, :, kv_head],
+                lse=refs["lse"].at[batch, head],
+                kv_segments=None if segments is None else self.of_batch("kv_segments", batch),
+            )
+            past = jnp.minimum(own_hi * self.config.block_kv, problem.kv_len)
+            keys = own_lo * self.config.block_kv, past
+            bounds = self.bounds(batch, row)
+            o = recompute.recompute(ops, operands, row, keys, bounds, problem.scale_log2)
+            self.store(o, None, batch, head, row)
 
-        past = jnp.minimum(own.hi * self.config.block_kv, problem.kv_len)
-        return lax.fori_loop(own.lo * self.config.block_kv, past, add, ops.full_tile(shape, 0.0))
+        return bad_turns
+
+    def any_of_warpgroup(self, bits: Any) -> Any:
+        first = _FIRST_NAMED_BARRIER + self.config.num_warpgroups  # past those of the turns
+        return self.ops.any_of_warpgroup(bits != 0, first + self.warpgroup)
 
     def backing(self, name: str) -> Ref:
         return self.refs[name].at[self.warpgroup] if name in self.refs else None
@@ -624,6 +498,10 @@ class _Kernel:
         if trailing > 0:
             carry = lax.fori_loop(past_full, own.count, functools.partial(step, masked=True), carry)
         return carry
+
+
+def _bit(turn: Any) -> Any:
+    return lax.shift_left(jnp.int32(1), turn & jnp.int32(31))
 
 
 def _unpack(word: Any) -> tuple[Any, Any]:

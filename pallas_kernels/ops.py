@@ -144,12 +144,15 @@ class Ops:
     def any_nonfinite(self, x: Array) -> Array:
         """Whether this warp (in interpret mode: this warpgroup) holds a NaN or inf of an fp32 TILE.
 
-        The answer may differ between the warps of a warpgroup: what depends on it may talk within a
-        warp only.
+        The answer may differ between warps: see :meth:`any_of_warpgroup`.
         """
         if self.interpret is None:
             return _any_nonfinite(x)
         return ~jnp.isfinite(x).all()
+
+    def any_of_warpgroup(self, condition: Array, barrier: Any) -> Array:
+        """Whether a scalar condition holds in any warp of this warpgroup; waits for all of them."""
+        return condition if self.interpret is not None else _any_of_warpgroup(condition, barrier)
 
     def iota(self, shape: tuple[int, ...], axis: int) -> Array:
         """int32 index along ``axis``; one axis means one entry a row of a TILE."""
@@ -178,6 +181,14 @@ class Ops:
         if self.interpret is not None:
             return jnp.int32(0)
         return _opaque_zero()
+
+    def warpgroup_in_register(self) -> Array:
+        """This warpgroup's index, for the numbers of named barriers: it stays in a register.
+
+        ptxas computes what it knows to be uniform, or to be cheap, anew where it is used: also
+        right before a barrier, on whose way nothing should stand. It does not repeat a shuffle.
+        """
+        return lax.axis_index("warpgroup") if self.interpret is not None else _own_warpgroup()
 
     def pace_wait(self, barrier: int | Array, num_threads: int) -> None:
         """``bar.sync``: waits for a named barrier that only sets the pace."""
@@ -211,6 +222,10 @@ class Ops:
         if self.interpret is None:
             return plgpu.load(ref, layout=COLUMNS)
         return ref[...]
+
+    def load_shared_tile(self, ref: Ref) -> Array:
+        """A TILE in shared memory that only generic reads and writes touch."""
+        return plgpu.load(ref, layout=TILE) if self.interpret is None else ref[...]
 
     def column_iota(self, size: int) -> Array:
         """int32 ``[size]`` counting up, one entry a column of a TILE."""
@@ -278,6 +293,23 @@ def _opaque_zero() -> Array:
     return emit()
 
 
+def _own_warpgroup() -> Array:
+    from jaxlib.mlir import ir
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())))
+    def emit(_: Any) -> Any:
+        # Each lane asks itself: of a constant lane, ptxas would know that all get the same.
+        value = mgpu.utils.inline_ptx(
+            "{ .reg .u32 lane, group; mov.u32 group, %tid.x; shr.u32 group, group, 7; "
+            "mov.u32 lane, %laneid; shfl.sync.idx.b32 $0, group, lane, 31, 0xffffffff; }",
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return emit()
+
+
 def _gather_rows(ref: Ref, first: Array, count: int) -> Array:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, vector
@@ -333,6 +365,27 @@ def _any_nonfinite(x: Array) -> Array:
         return mgpu.FragmentedArray.splat(arith.extui(i32, found), (), is_signed=True)
 
     return emit(x) != 0
+
+
+def _any_of_warpgroup(condition: Array, barrier: Any) -> Array:
+    from jaxlib.mlir import ir
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
+    )
+    def emit(_: Any, condition: Any, barrier: Any) -> Any:
+        found = mgpu.utils.inline_ptx(
+            "{ .reg .pred any, own; setp.ne.s32 own, $1, 0; "
+            "barrier.cta.red.or.pred any, $2, 128, own; selp.s32 $0, 1, 0, any; }",
+            condition.registers[()],
+            barrier.registers[()],
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return emit(condition.astype(jnp.int32), barrier) != 0
 
 
 def _scale_unless_ones(value: Array, factor: Array) -> Array:

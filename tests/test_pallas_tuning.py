@@ -14,8 +14,9 @@ from bench import tune as bench_tune
 from jax_flash import backends, dot_product_attention, explain, tuning
 from jax_flash.mask import Mask
 from jax_flash.spec import Device
-from pallas_kernels import forward as kernel
 from pallas_kernels import tune
+from pallas_kernels.config import HEAD_DIMS
+from pallas_kernels import forward as kernel
 from tests.conftest import ROOT
 
 H200 = "NVIDIA H200"
@@ -101,7 +102,7 @@ MASKS = {"full": Mask(), "causal": Mask(is_causal=True), "window": Mask(window=(
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("d", kernel.HEAD_DIMS)
+@pytest.mark.parametrize("d", HEAD_DIMS)
 def test_candidates_are_valid_and_the_default_is_the_first(d, mask):
     case = problem(d=d, mask=MASKS[mask])
     default = kernel.default_config(case)

@@ -1,0 +1,163 @@
+"""Compile-time options of the forward kernel, static facts of a launch, and which suit which."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax_flash.mask import Mask
+from pallas_kernels import tiles
+
+_ROWS = tiles.WARPGROUP_ROWS
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_REGISTERS = 65536  # of a multiprocessor
+_NARROW = 2048  # keys of a window
+_CACHE_BYTES = 2**25  # of the L2 cache that keys and values may fill
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """Compile-time options of the kernel.
+
+    Attributes:
+        num_warpgroups: consumers, each of 64 query rows.
+        block_kv: keys in a tile.
+        num_stages: K tiles in flight, and as many V tiles.
+        consumer_registers: registers a thread of a consumer.
+        producer_registers: registers a thread of the producer.
+        share_out: out is staged in Q's buffer, not in one of its own.
+        take_turns: consumers take turns in issuing matrix products.
+        early_wait: wait for the next K tile before waiting for P V. ptxas otherwise moves the
+            second wait above the softmax, which undoes their overlap; worth it in some cases.
+        partial_sums: keep row sums as 8 partial sums a row until the end.
+        lazy_growth: m moves only by more than this (log2 units), and rescaling O is skipped by
+            warps where no m moved. 0 means always and no branch.
+        query_registers: keep Q in registers, not in shared memory.
+        opaque_index: index Q through a zero that LLVM cannot see.
+        head_group: heads worked on at a time, for the L2 cache; 0 is :func:`head_group`'s choice.
+        split_edges: peel masked key tiles into loops of their own, instead of a branch.
+        spill_bytes: what ptxas may spill, bytes; more fails the ahead-of-time check.
+    """
+
+    num_warpgroups: int = 2
+    block_kv: int = 128
+    num_stages: int = 2
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    share_out: bool = False
+    take_turns: bool = True
+    early_wait: bool = False
+    partial_sums: bool = True
+    lazy_growth: float = 8.0
+    query_registers: bool = False
+    opaque_index: bool = False
+    head_group: int = 0
+    split_edges: bool = False
+    spill_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        # setmaxnreg waits for registers that others give back: too large a wish waits for ever.
+        at_launch = _REGISTERS // (128 * (self.num_warpgroups + 1)) // 8 * 8
+        wanted = self.num_warpgroups * (self.consumer_registers - at_launch)
+        if wanted > at_launch - self.producer_registers:
+            raise ValueError(
+                f"consumer_registers={self.consumer_registers}: {self.num_warpgroups} consumers "
+                f"want {wanted} more than the {at_launch} of the launch, but the producer gives "
+                f"back {at_launch - self.producer_registers}. Lower one of the two."
+            )
+        if self.share_out and self.query_registers:
+            raise ValueError("share_out: Q's buffer is refilled early with query_registers")
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of a thread block."""
+        return self.num_warpgroups * _ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Static facts of one launch.
+
+    Attributes:
+        batch: B.
+        q_len: Tq, before padding.
+        kv_len: Tk, before padding.
+        num_q_heads: Hq.
+        num_kv_heads: Hk.
+        head_dim: D, of :data:`HEAD_DIMS`.
+        value_dim: Dv, of :data:`HEAD_DIMS`.
+        dtype: of q, k, v and out.
+        scale: factor of the logits, > 0.
+        mask: static part of the mask; its arrays are ShapeDtypeStructs.
+        num_blocks: thread blocks to launch at most.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: Any
+    scale: float
+    mask: Mask
+    num_blocks: int = 132
+
+    @property
+    def scale_log2(self) -> float:
+        """From scores to log2 units."""
+        return self.scale * tiles.LOG2_E
+
+
+def default_config(problem: Problem) -> ForwardConfig:
+    """The configuration for a problem: the fastest of those measured (docs/log.md)."""
+    d, dv = problem.head_dim, problem.value_dim
+    mask = problem.mask
+    # Loops that branch into a mask spill a few registers, at their edges. Where O is widest,
+    # `recompute` spills more, out of the way of all loops.
+    ranges_unknown = not mask.has_static_ranges or mask.q_segments is not None
+    branches = mask.window is not None or ranges_unknown
+    if max(d, dv) <= 64:
+        if problem.q_len <= 256 and not mask.is_trivial:
+            return ForwardConfig(block_kv=64, num_stages=4, query_registers=True, take_turns=False)
+        if (problem.q_len <= 1024 and not mask.is_trivial) or problem.q_len <= 2 * _ROWS:
+            return ForwardConfig(query_registers=True)
+        return ForwardConfig(
+            num_warpgroups=3,
+            consumer_registers=160,
+            producer_registers=32,
+            early_wait=not mask.is_trivial,
+            spill_bytes=96 if branches else 0,
+        )
+    # A narrow window is mostly edges: small tiles cover it with less beside it.
+    is_narrow = mask.window is not None and sum(mask.window) < _NARROW
+    block_kv = 128 if max(d, dv) <= 128 and not is_narrow else 64
+    # What is live in a step: O, S, P and Q.
+    query_registers = dv // 2 + block_kv // 2 + block_kv // 4 + d // 4 <= 192
+    return ForwardConfig(
+        block_kv=block_kv,
+        share_out=min(d, dv) == 256,
+        query_registers=query_registers,
+        opaque_index=not query_registers,
+        num_stages=3 if is_narrow and max(d, dv) <= 128 else 2,
+        early_wait=max(d, dv) > 96 and not is_narrow and (block_kv == 128 or not mask.is_trivial),
+        split_edges=is_narrow,
+        spill_bytes=(272 if d + dv > 384 else 32 if branches else 0) * (not mask.is_trivial),
+    )
+
+
+def head_group(problem: Problem, config: ForwardConfig) -> int:
+    """Heads to work on at a time: few enough for the L2 cache, enough tiles to balance."""
+    if config.head_group:
+        return config.head_group
+    if problem.mask.is_trivial:
+        return 1
+    num_q_tiles = -(-problem.q_len // config.block_q)
+    kv_bytes = 2 * problem.kv_len * (problem.head_dim + problem.value_dim)
+    num_heads = problem.batch * problem.num_q_heads
+    if num_heads * kv_bytes <= _CACHE_BYTES:
+        return num_heads
+    # At most two rounds of tiles: a little more than two would leave the third almost empty.
+    balanced = 2 * problem.num_blocks // num_q_tiles
+    return max(balanced, 8 if 8 * kv_bytes <= _CACHE_BYTES else 4)
