@@ -339,6 +339,33 @@ def make_for_keys(
         xp: Any = np
     else:
         tiles, xp = _dealt(ranges, batch, num_kv_heads, num_blocks), jnp
+    return _key_words(ranges, tiles, num_kv_heads, xp)
+
+
+def make_in_rounds(
+    ranges: QueryRanges, batch: int, num_kv_heads: int, num_blocks: int, slabs: int
+) -> Any:
+    """The schedules of a deterministic backward pass, ``[rounds, num_blocks, max_tiles + 1, 6]``.
+
+    Round ``r`` has the key tiles ``r * slabs <= j < (r + 1) * slabs`` of every head, which add to
+    different slabs of dq.
+    """
+    num_kv_tiles = ranges.lo.shape[1]
+    num_places = batch * num_kv_heads * slabs
+    max_tiles = -(-num_places // num_blocks)
+    rounds = np.arange(-(-num_kv_tiles // slabs), dtype=np.int32)[:, None, None]
+    block = np.arange(num_blocks, dtype=np.int32)[:, None]
+    place = np.arange(max_tiles + 1, dtype=np.int32) * num_blocks + block
+    kv_tile, head = rounds * slabs + place % slabs, place // slabs
+    used = (place < num_places) & (kv_tile < num_kv_tiles)
+    xp = np if isinstance(ranges.lo, np.ndarray) else jnp
+    tiles = np.where(used, head * num_kv_tiles + kv_tile, -1)
+    return _key_words(ranges, tiles, num_kv_heads, xp)
+
+
+def _key_words(ranges: QueryRanges, tiles: Any, num_kv_heads: int, xp: Any) -> Any:
+    """Expands tile numbers ``(batch * num_kv_heads + head) * num_kv_tiles + kv_tile``."""
+    num_kv_tiles = ranges.lo.shape[1]
     used = tiles >= 0
     tile = xp.where(used, tiles, 0)
     head, kv_tile = tile // num_kv_tiles, tile % num_kv_tiles

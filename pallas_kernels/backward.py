@@ -1,0 +1,158 @@
+"""Backward attention for Hopper: dq, dk and dv in one pass over queries, for each tile of keys.
+
+For a tile of keys j and each tile of queries i that sees some of it (Dao 2023, FlashAttention-2,
+algorithm 2; Shah et al. 2024, FlashAttention-3, appendix B), everything transposed:
+
+    S'  = K_j Q_i^T        P'  = exp2(S' c - lse)          c = scale * log2(e); lse in log2 units
+    dP' = V_j dO_i^T       dS' = P' * (dP' - delta)        delta = rowsum(dO * out) - dlse
+    dV += P' dO_i          dK += dS' Q_i                   fp32, in registers until the tile ends
+    dQ_i += dS'^T K_j                                      fp32, added up in global memory by TMA
+
+so that lse and delta belong to columns. Five products; nothing is summed over thread blocks but dQ,
+whose last bits therefore depend on their order. The queries of all heads that share a key head are
+walked in turn, which sums dK and dV over them.
+
+A thread block is two consumer warpgroups and a producer (TMA), persistent, and walks its row of
+the schedule (:func:`pallas_kernels.schedule.make_for_keys`). Two layouts:
+
+    own keys        D and Dv up to 128. Each consumer has 64 keys; P' and dS' stay in its registers
+                    as operands of dV and dK. dS' also goes through shared memory, and each makes
+                    half of dQ, one step late: so neither waits for the other, and one works on its
+                    softmax while the other occupies the tensor cores (they take turns).
+    own gradients   up to 256, where dK and dV of the same keys do not fit into one warpgroup. Both
+                    have the same 64 keys: one makes S', P' and dV, the other dP', dS' and dK. P'
+                    (rounded) and dS' go through shared memory; each makes half of dQ.
+
+Queries that need no mask come without a test. In the rest scores and dS' are replaced where a key
+is hidden, and K_j is cleaned of NaN and inf once, because dQ multiplies it by zeros. Rows with
+lse = +inf have P' = 0: that is how the launcher marks rows that see nothing, or see NaN.
+
+Constraints: those of the forward kernel, with head dims of
+:func:`pallas_kernels.backward_config.padded_dims`.
+
+Test:  python -m pytest tests/test_pallas_backward.py    Compile without a GPU:  python -m bench aot
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_flash.mask import Mask
+from pallas_kernels import schedule as schedules
+from pallas_kernels import tiles
+from pallas_kernels.backward_body import scratch_tree
+from pallas_kernels.backward_config import GROUPS, BackwardConfig, default_config, head_group
+from pallas_kernels.backward_layouts import OwnGradients, OwnKeys
+from pallas_kernels.config import Problem
+from pallas_kernels.ops import Ops
+
+Array = jax.Array
+Ref = Any
+
+
+def attention_backward(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    lse: Array,
+    delta: Array,
+    mask: Mask,
+    *,
+    deterministic: bool = False,
+    config: BackwardConfig | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[Array, Array, Array]:
+    """Launches the kernel.
+
+    With ``deterministic`` it is launched once for every few key tiles, and no two thread blocks of
+    a launch add to the same place: dq is then summed in one order.
+
+    Args:
+        problem: static facts.
+        q: ``[B, Tq', Hq, D]`` with Tq' = Tq rounded up to a multiple of 8.
+        k: ``[B, Tk', Hk, D]``, Tk' likewise.
+        v: ``[B, Tk', Hk, Dv]``.
+        do: ``[B, Tq', Hq, Dv]``.
+        lse: fp32 ``[B, Hq, Tq]``, natural; +inf where a row has no gradient: q and do must be
+            finite there.
+        delta: fp32 ``[B, Hq, Tq]``, finite there.
+        mask: with its arrays.
+        deterministic: whether dq must be bit-equal from run to run, as dk and dv always are.
+        config: compile-time options; None takes :func:`default_config`.
+        interpret: run in interpret mode, on a CPU.
+
+    Returns:
+        dq fp32 ``[B, Tq'', Hq, D]`` with surplus rows and without the factor ``scale``;
+        dk ``[B, Tk', Hk, D]`` and dv ``[B, Tk', Hk, Dv]``.
+    """
+    config = config or default_config(problem)
+    ops = Ops(interpret)
+    ranges, edges = schedules.find_query_ranges(
+        mask, problem.q_len, problem.kv_len, config.block_q, config.block_kv
+    )
+    batch, num_heads, num_kv_tiles = problem.batch, problem.num_kv_heads, ranges.lo.shape[1]
+    num_blocks = min(problem.num_blocks, batch * num_heads * num_kv_tiles)
+    surplus = -problem.q_len % config.block_q
+    inputs = {}
+    if not mask.has_static_ranges:
+        bounds = mask.row_ranges(problem.q_len, problem.kv_len)
+        for name, rows in zip(("row_start", "row_end"), bounds, strict=True):
+            inputs[name] = jnp.pad(jnp.asarray(rows), ((0, 0), (0, surplus)))
+    if mask.q_segments is not None and mask.kv_segments is not None:
+        inputs["q_segments"] = jnp.pad(mask.q_segments, ((0, 0), (0, surplus)))
+        kv_surplus = -problem.kv_len % config.block_kv
+        inputs["kv_segments"] = jnp.pad(mask.kv_segments, ((0, 0), (0, kv_surplus)))
+    # Rows past the end, like rows without a gradient, have probabilities of exp2(0 - inf).
+    padding = ((0, 0), (0, 0), (0, surplus))
+    lse = jnp.pad(lse * tiles.LOG2_E, padding, constant_values=jnp.inf)
+    inputs |= {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": jnp.pad(delta, padding)}
+    slabs = min(num_kv_tiles, -(-num_blocks // (batch * num_heads))) if deterministic else 1
+    dq_shape = (slabs * batch, problem.q_len + surplus, problem.num_q_heads, problem.head_dim)
+    sums = {"dq": jax.new_ref(jnp.zeros(dq_shape, jnp.float32))}
+    outputs = {"dk": k, "dv": v}
+    if deterministic:  # each launch writes some of their rows
+        sums |= {name: jax.new_ref(jnp.zeros_like(x)) for name, x in outputs.items()}
+        outputs = {}
+
+    def body(*refs: Ref, **scratch: Ref) -> None:
+        named = dict(zip(("schedule", *inputs, *sums, *outputs), refs, strict=True))
+        layout = OwnGradients if config.own_gradients else OwnKeys
+        layout(problem, config, ops, edges, named | scratch).run()
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs.values()],
+        scratch_types=scratch_tree(problem, config, ops),
+        grid=(num_blocks,),
+        grid_names=("block",),
+        num_threads=GROUPS + 1,
+        thread_name="warpgroup",
+        kernel_name="jax_flash_backward",
+        interpret=interpret or False,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    if not deterministic:
+        group = head_group(problem, config)
+        table = schedules.make_for_keys(ranges, batch, num_heads, num_blocks, group)
+        dk, dv = kernel(jnp.asarray(table), *inputs.values(), *sums.values())
+        return jax.freeze(sums["dq"]), dk, dv
+    tables = jnp.asarray(schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs))
+
+    def launch(number: Any, _: None) -> None:
+        kernel(tables[number], *inputs.values(), *sums.values())
+
+    lax.fori_loop(0, tables.shape[0], launch, None)
+    dq, dk, dv = (jax.freeze(x) for x in sums.values())
+    return dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0), dk, dv

@@ -1,0 +1,470 @@
+"""What both layouts of the backward kernel share: producer, walk over tiles, masks, dQ.
+
+The algorithm is described in :mod:`pallas_kernels.backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import schedule as schedules
+from pallas_kernels import tiles
+from pallas_kernels.backward_config import GROUPS, BackwardConfig
+from pallas_kernels.config import Problem
+from pallas_kernels.ops import Ops
+
+Array = jax.Array
+Ref = Any
+
+ROWS = tiles.WARPGROUP_ROWS
+_MEETING = 5  # the first named barrier that is not Mosaic's
+FIRST_TURN = 6  # and a warpgroup's turn: one for each consumer
+
+
+class Tile(NamedTuple):
+    """One row of the schedule: a key tile, and query tiles ``[lo, hi)`` with their full part."""
+
+    kv_tile: Any
+    head: Any
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+
+
+class KeyTile(NamedTuple):
+    """Where a key tile is: its batch element, dQ's place for that, its head and first key."""
+
+    batch: Any
+    slab: Any
+    head: Any
+    key: Any
+
+
+class Step(NamedTuple):
+    """One query tile of one query head.
+
+    Attributes:
+        turn: how many steps this thread block has made.
+        batch: batch element.
+        slab: where dQ keeps this batch element's part.
+        head: query head.
+        row: first query.
+        key: first key of the thread block.
+        masked: whether keys may be hidden: False, True, or a traced bool.
+    """
+
+    turn: Any
+    batch: Any
+    slab: Any
+    head: Any
+    row: Any
+    key: Any
+    masked: Any
+
+
+def scratch_tree(problem: Problem, config: BackwardConfig, ops: Ops) -> dict[str, Any]:
+    """Shared memory and barriers, by name."""
+    d, dv, dtype = problem.head_dim, problem.value_dim, problem.dtype
+    block_q, block_kv, stages = config.block_q, config.block_kv, config.ds_buffers
+    dq_shape = (ROWS, d if config.splits_rows else d // GROUPS)
+    scores = (ROWS, block_q // config.parts)
+    # A slice of an operand must consist of whole swizzled tiles, and both operands be alike.
+    widest = 64 if config.own_gradients and dq_shape[1] % 64 else 128
+
+    def buffer(*shape: int) -> Any:
+        return tiles.buffer(shape, dtype, widest)
+
+    def barriers(count: int = 1, arrivals: int = GROUPS) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    tree = {
+        "k_s": buffer(1, block_kv, d),
+        "v_s": buffer(1, block_kv, dv),
+        "q_s": buffer(config.q_stages, block_q, d),
+        "do_s": buffer(config.do_stages, block_q, dv),
+        "lse_s": plgpu.SMEM((config.q_stages, block_q), jnp.float32),
+        "delta_s": plgpu.SMEM((config.do_stages, block_q), jnp.float32),
+        "ds_s": buffer(stages, block_kv, block_q),
+        "dq_s": tiles.buffer((GROUPS, ROWS, config.dq_columns or dq_shape[1]), jnp.float32),
+        "k_full": barriers(arrivals=1),
+        "v_full": barriers(arrivals=1),
+        "kv_empty": barriers(),
+        "q_full": barriers(config.q_stages),  # Q and lse
+        "q_empty": barriers(config.q_stages),
+        "do_full": barriers(config.do_stages),  # dO and delta
+        "do_empty": barriers(config.do_stages),
+        "meeting": None if ops.interpret is None else plgpu.Barrier(num_arrivals=GROUPS),
+        "s_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
+        "dp_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
+        "dk_acc": ops.accumulator_scratch(GROUPS, (ROWS, d)),
+        "dv_acc": ops.accumulator_scratch(GROUPS, (ROWS, dv)),
+        "dq_acc": ops.accumulator_scratch(GROUPS, dq_shape),
+    }
+    if config.own_gradients:
+        tree |= {
+            "p_s": buffer(block_kv, block_q),
+            "p_full": barriers(arrivals=1),
+            "p_empty": barriers(arrivals=1),
+            "ds_full": barriers(stages, arrivals=1),
+            "ds_empty": barriers(stages, arrivals=1),
+        }
+    else:
+        tree |= {"ds_full": barriers(stages), "ds_empty": barriers(stages)}
+    return {name: item for name, item in tree.items() if item is not None}
+
+
+class Kernel:
+    """The kernel's body; one instance a trace, holding static facts and references."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        config: BackwardConfig,
+        ops: Ops,
+        edges: schedules.QueryEdges,
+        refs: dict[str, Ref],
+    ):
+        self.problem = problem
+        self.config = config
+        self.ops = ops
+        self.edges = edges
+        self.refs = refs
+        self.group = problem.num_q_heads // problem.num_kv_heads
+        self.slabs = refs["dq"].shape[0] // problem.batch
+        self.warpgroup = lax.axis_index("warpgroup")
+
+    def run(self) -> None:
+        """What this warpgroup does."""
+        config = self.config
+
+        @pl.when(self.warpgroup < GROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(config.consumer_registers, action="increase")
+            self.arrive("kv_empty")
+            for slot in range(config.q_stages):
+                self.arrive("q_empty", slot)
+            for slot in range(config.do_stages):
+                self.arrive("do_empty", slot)
+            self.begin()
+            self.end(self.for_each_tile(self.consume))
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(self.warpgroup == GROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(config.producer_registers, action="decrease")
+            turns = self.for_each_tile(self.produce)
+            self.wait("kv_empty")
+            for ahead in range(config.q_stages):
+                self.wait("q_empty", remainder(turns + ahead, config.q_stages))
+            for ahead in range(config.do_stages):
+                self.wait("do_empty", remainder(turns + ahead, config.do_stages))
+
+    # What consumers and producer share.
+
+    def arrive(self, name: str, slot: Any = 0) -> None:
+        """Arrives at a barrier."""
+        plgpu.barrier_arrive(self.refs[name].at[slot])
+
+    def wait(self, name: str, slot: Any = 0) -> None:
+        """Waits for a barrier."""
+        plgpu.barrier_wait(self.refs[name].at[slot])
+
+    def for_each_tile(self, process: Callable[[Tile, Any], Any]) -> Any:
+        """Runs ``process(tile, turns)`` on this block's tiles; returns the steps made.
+
+        A tile is read one ahead: a read of global memory would delay each.
+        """
+        table = self.refs["schedule"]
+        block = lax.axis_index("block")
+
+        def read(place: Any) -> Tile:
+            return Tile(*(table[block, place, word] for word in range(len(Tile._fields))))
+
+        def body(place: Any, carry: Any) -> Any:
+            turns, tile = carry
+            following = read(place + 1)
+            turns = lax.cond(tile.kv_tile >= 0, lambda: process(tile, turns), lambda: turns)
+            return turns, following
+
+        carry = (jnp.int32(0), read(0))
+        return lax.fori_loop(0, table.shape[1] - 1, body, carry)[0]
+
+    def batch_and_head(self, tile: Tile) -> tuple[Any, Any]:
+        """Batch element and key head of a tile."""
+        num_heads = jnp.int32(self.problem.num_kv_heads)
+        return lax.div(tile.head, num_heads), lax.rem(tile.head, num_heads)
+
+    def for_each_query_head(self, process: Callable[[Any, Any], Any], carry: Any = None) -> Any:
+        """Runs ``carry = process(g, carry)`` for each query head of a key head."""
+        if self.group == 1:
+            return process(jnp.int32(0), carry)
+        return lax.fori_loop(0, self.group, process, carry)
+
+    # Producer.
+
+    def produce(self, tile: Tile, turns: Any) -> Any:
+        """Loads what one key tile needs; returns the steps made."""
+        refs, config = self.refs, self.config
+        batch, kv_head = self.batch_and_head(tile)
+        count = tile.hi - tile.lo
+
+        def load(x: str, rows: str, slot: Any, at: tuple[Any, ...], row: Any) -> None:
+            """A tile of Q or dO, and lse or delta of its rows."""
+            batch, head = at
+            self.wait(f"{x}_empty", slot)
+            span = pl.ds(row, config.block_q)
+            full = refs[f"{x}_full"].at[slot]
+            plgpu.copy_gmem_to_smem(refs[x].at[batch, span, head], refs[f"{x}_s"].at[slot], full)
+            plgpu.copy_gmem_to_smem(
+                refs[rows].at[batch, head, span], refs[f"{rows}_s"].at[slot], full
+            )
+
+        self.wait("kv_empty")
+        keys = pl.ds(tile.kv_tile * config.block_kv, config.block_kv)
+        for x in ("k", "v"):
+            source = refs[x].at[batch, keys, kv_head]
+            plgpu.copy_gmem_to_smem(source, refs[f"{x}_s"].at[0], refs[f"{x}_full"].at[0])
+
+        def load_head(g: Any, _: None) -> None:
+            at = batch, kv_head * self.group + g
+
+            def load_tile(i: Any, _: None) -> None:
+                turn = turns + g * count + i
+                row = (tile.lo + i) * config.block_q
+                load("q", "lse", remainder(turn, config.q_stages), at, row)
+                load("do", "delta", remainder(turn, config.do_stages), at, row)
+
+            lax.fori_loop(0, count, load_tile, None)
+
+        self.for_each_query_head(load_head)
+        return turns + self.group * count
+
+    # Consumers.
+
+    def consume(self, tile: Tile, turns: Any) -> Any:
+        """Works on one key tile; returns the steps made."""
+        batch, kv_head = self.batch_and_head(tile)
+        key = tile.kv_tile * self.config.block_kv
+        self.wait("k_full")
+        self.wait("v_full")
+        if self.edges.masked:
+            has_masked = (tile.lo < tile.full_lo) | (tile.full_hi < tile.hi)
+            pl.when(has_masked)(self.clean_keys)
+        self.work(tile, turns, KeyTile(batch, self.slab(tile, batch), kv_head, key))
+        return turns + self.group * (tile.hi - tile.lo)
+
+    def slab(self, tile: Tile, batch: Any) -> Any:
+        """Where dQ keeps its sum for a key tile of a batch element."""
+        if self.slabs == 1:
+            return batch
+        return lax.rem(tile.kv_tile, jnp.int32(self.slabs)) * self.problem.batch + batch
+
+    def for_each_step(
+        self,
+        tile: Tile,
+        turns: Any,
+        at: KeyTile,
+        process: Callable[[Step, Any], Any],
+        carry: Any = None,
+    ) -> Any:
+        """Runs ``carry = process(step, carry)`` on all query tiles of all query heads."""
+
+        def walk_head(g: Any, carry: Any) -> Any:
+            def step(i: Any, masked: Any, carry: Any) -> Any:
+                turn = turns + g * (tile.hi - tile.lo) + i - tile.lo
+                head = at.head * self.group + g
+                row = i * self.config.block_q
+                return process(Step(turn, at.batch, at.slab, head, row, at.key, masked), carry)
+
+            return self.for_each_query_tile(tile, step, carry)
+
+        return self.for_each_query_head(walk_head, carry)
+
+    def for_each_query_tile(
+        self, tile: Tile, step: Callable[[Any, Any, Any], Any], carry: Any
+    ) -> Any:
+        """Runs ``carry = step(i, masked, carry)``: in one loop, or in one for each kind of tile."""
+
+        def loop(first: Any, last: Any, masked: Any, carry: Any) -> Any:
+            return lax.fori_loop(first, last, lambda i, carry: step(i, masked, carry), carry)
+
+        if not self.edges.masked:
+            return loop(tile.lo, tile.hi, False, carry)
+        if self.config.split_edges:
+            if self.edges.leading:
+                carry = loop(tile.lo, tile.full_lo, True, carry)
+            carry = loop(tile.full_lo, tile.full_hi, False, carry)
+            if self.edges.trailing:
+                carry = loop(tile.full_hi, tile.hi, True, carry)
+            return carry
+
+        def branch(i: Any, carry: Any) -> Any:
+            return step(i, (i < tile.full_lo) | (i >= tile.full_hi), carry)
+
+        return lax.fori_loop(tile.lo, tile.hi, branch, carry)
+
+    def accumulate(self, body: Callable[..., Any], names: Sequence[str], parts: int = 1) -> Any:
+        """Runs ``body`` with fresh accumulators of this warpgroup, ``parts`` of each name."""
+        shapes = self.accumulator_shapes()
+        backings = [
+            self.refs[name].at[self.warpgroup * parts + part] if name in self.refs else None
+            for name in names
+            for part in range(parts)
+        ]
+        every_shape = [shapes[name] for name in names for _ in range(parts)]
+        return self.ops.with_accumulators(body, every_shape, backings)
+
+    def accumulator_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the accumulators, by name."""
+        raise NotImplementedError
+
+    def clean_keys(self) -> None:
+        """Cleans this warpgroup's part of the keys."""
+        raise NotImplementedError
+
+    def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
+        """All of one key tile."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Before the first tile: what is empty."""
+
+    def end(self, turns: Any) -> None:
+        """After the last tile: waits for what others have given back."""
+
+    def slots(self, turn: Any, zero: Any) -> tuple[Any, Any, Any]:
+        """Places of a step in the rings of Q, dO and dS'."""
+        config = self.config
+        rings = (config.q_stages, config.do_stages, config.ds_buffers)
+        # A constant place would let LLVM hoist wgmma descriptors: see opaque_zero.
+        q_slot, do_slot, ds_slot = (remainder(turn, n) if n > 1 else zero for n in rings)
+        return q_slot, do_slot, ds_slot
+
+    def meet(self) -> None:
+        """Waits for the other consumer; each then sees what the other wrote to shared memory."""
+        self.ops.exchange(_MEETING, 128 * GROUPS, self.refs.get("meeting"))
+
+    def clean(self, ref: Ref) -> None:
+        """Zeroes what is NaN or inf in a tile of shared memory."""
+        value = self.ops.load_tile(ref).astype(jnp.float32)
+        ref[...] = jnp.where(jnp.abs(value) < jnp.inf, value, 0.0).astype(self.problem.dtype)
+        plgpu.commit_smem()
+
+    def bounds(self, batch: Any, row: Any, count: int) -> tiles.RowBounds:
+        """What ``count`` queries see."""
+        mask, rows = self.problem.mask, pl.ds(row, count)
+        if "row_start" in self.refs:
+            start = self.ops.load_columns(self.of_batch("row_start", batch).at[rows])
+            end = self.ops.load_columns(self.of_batch("row_end", batch).at[rows])
+        else:
+            position = self.ops.column_iota(count) + (row + mask.q_offset)
+            start, end = mask.static_interval(position, self.problem.kv_len)
+            start = None if isinstance(start, int) else start
+        segments = None
+        if mask.q_segments is not None:
+            segments = self.ops.load_columns(self.of_batch("q_segments", batch).at[rows])
+        return tiles.RowBounds(start, end, segments)
+
+    def visible(self, step: Step, row: Any, key: Any, shape: tuple[int, int]) -> Array:
+        """Which of the keys from ``key`` on the queries from ``row`` on see."""
+        segments = None
+        if self.problem.mask.kv_segments is not None:
+            keys = pl.ds(key, shape[0])
+            segments = self.ops.load_rows(self.of_batch("kv_segments", step.batch).at[keys])
+        bounds = self.bounds(step.batch, row, shape[1])
+        return tiles.visible_columns(self.ops, shape, bounds, key, segments)
+
+    def of_batch(self, name: str, batch: Any) -> Ref:
+        """Of an array ``[B|1, ...]`` the element's part."""
+        ref = self.refs[name]
+        return ref.at[batch if ref.shape[0] > 1 else 0]
+
+    def probabilities(self, step: Step, s: Array, lse: Array, row: Any, key: Any) -> Array:
+        """P' of scores."""
+
+        def hide() -> Array:
+            return jnp.where(self.visible(step, row, key, s.shape), s, -jnp.inf)
+
+        if step.masked is True:
+            s = hide()
+        elif step.masked is not False:
+            s = lax.cond(step.masked, hide, lambda: s)
+        return jnp.exp2(s * self.problem.scale_log2 - lax.broadcast_in_dim(lse, s.shape, [1]))
+
+    def score_gradients(self, step: Step, p: Array, dp: Array, delta: Array) -> Array:
+        """From P' and dP' to dS'."""
+        ds = p * (dp - lax.broadcast_in_dim(delta, p.shape, [1]))
+
+        def hide() -> Array:
+            # A hidden value may have made dP' anything.
+            return jnp.where(p == 0.0, 0.0, ds)
+
+        if step.masked is True:
+            return hide()
+        if step.masked is not False:
+            return lax.cond(step.masked, hide, lambda: ds)
+        return ds
+
+    def add_to_dq(self, dq: Array, step: Step) -> None:
+        """Adds this warpgroup's part of dQ of a step to global memory, through shared memory."""
+        row, column = step.row, 0
+        if self.config.splits_rows:
+            row = row + self.warpgroup * ROWS
+        else:
+            column = self.warpgroup * (self.problem.head_dim // GROUPS)
+        staging = self.refs["dq_s"].at[self.warpgroup]
+        width = self.config.dq_columns or dq.shape[1]
+        for first in range(0, dq.shape[1], width):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staging[...] = dq[:, first : first + width]
+            plgpu.commit_smem()
+            at = step.slab, pl.ds(row, ROWS), step.head, pl.ds(column + first, width)
+            self.ops.reduce_store(staging, self.refs["dq"].at[at])
+
+    def query_gradients(
+        self, ds_slot: Any, zero: Any, before: Callable[[], None], later: int
+    ) -> Array:
+        """This warpgroup's part of dS'^T K; ``before`` is run once it is issued.
+
+        Args:
+            ds_slot: of dS'.
+            zero: an opaque zero.
+            before: what to do before waiting for the product.
+            later: how many products ``before`` issues.
+        """
+
+        def product(dq_acc: Ref) -> Array:
+            ds, k = self.refs["ds_s"].at[ds_slot], self.refs["k_s"].at[zero]
+            if self.config.splits_rows:
+                ds = ds.at[:, self.half(self.config.block_q)]
+            else:
+                k = k.at[:, self.half(self.problem.head_dim)]
+            self.ops.matmul_transposed(dq_acc, ds, k)
+            before()
+            return self.ops.load_accumulator(dq_acc, wait=later)
+
+        return self.accumulate(product, ("dq_acc",))
+
+    def half(self, size: int) -> Any:
+        """This warpgroup's half of an axis."""
+        return pl.ds(pl.multiple_of(self.warpgroup * (size // GROUPS), 32), size // GROUPS)
+
+    def store(self, name: str, gradient: Array, staging: Ref, at: KeyTile, key: Any) -> None:
+        """Writes rows of dk or dv, staged where the keys or values were."""
+        staging[...] = gradient.astype(self.problem.dtype)
+        plgpu.commit_smem()
+        keys = pl.ds(key, gradient.shape[0])
+        plgpu.copy_smem_to_gmem(staging, self.refs[name].at[at.batch, keys, at.head])
+
+
+def remainder(turn: Any, count: int) -> Any:
+    """``turn % count`` of an int32 scalar."""
+    return lax.rem(turn, jnp.int32(count)) if count > 1 else 0

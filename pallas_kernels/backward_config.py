@@ -1,0 +1,110 @@
+"""Compile-time options of the backward kernel, and which suit which problem."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels import tiles
+from pallas_kernels.config import Problem
+
+GROUPS = 2  # consumer warpgroups
+_ROWS = tiles.WARPGROUP_ROWS
+_REGISTERS = 504  # of a thread in each of the three warpgroups together
+_CACHE_BYTES = 2**25  # of the L2 cache that queries and their gradients may fill
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardConfig:
+    """Compile-time options of the kernel.
+
+    Attributes:
+        own_gradients: the layout: one warpgroup has dV and the other dK, of the same keys; or else
+            each has keys of its own.
+        block_q: queries in a tile: 64, or 128 with own keys.
+        parts: own keys: pieces of 64 or 128 queries whose products are issued together and worked
+            on one after the other.
+        q_stages: Q tiles in flight.
+        do_stages: dO tiles in flight.
+        ds_buffers: tiles of dS' in flight.
+        dq_columns: columns of dQ that a warpgroup stages at a time; 0 is all it has.
+        take_turns: own keys: consumers take turns in issuing S' and dP'.
+        split_edges: peel masked query tiles into loops of their own, instead of a branch.
+        consumer_registers: registers a thread of a consumer.
+        producer_registers: registers a thread of the producer.
+        head_group: heads worked on at a time, for the L2 cache; 0 is :func:`head_group`'s choice.
+        spill_bytes: what ptxas may spill, bytes; more fails the ahead-of-time check.
+    """
+
+    own_gradients: bool = False
+    block_q: int = 64
+    parts: int = 1
+    q_stages: int = 2
+    do_stages: int = 2
+    ds_buffers: int = 2
+    dq_columns: int = 0
+    take_turns: bool = True
+    split_edges: bool = True
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    head_group: int = 0
+    spill_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_q not in ((_ROWS,) if self.own_gradients else (_ROWS, 2 * _ROWS)):
+            raise ValueError(f"block_q={self.block_q}: 64, or 128 with own keys")
+        if self.block_q // self.parts not in (_ROWS, self.block_q):
+            raise ValueError(f"parts={self.parts}: of 64 queries, or one")
+        # setmaxnreg waits for registers that others give back: too large a wish waits for ever.
+        if self.consumer_registers * GROUPS + self.producer_registers > _REGISTERS:
+            raise ValueError(
+                f"consumer_registers={self.consumer_registers}: {GROUPS} consumers and "
+                f"producer_registers={self.producer_registers} want more than the {_REGISTERS} "
+                "there are. Lower one of the two."
+            )
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a thread block."""
+        return _ROWS if self.own_gradients else GROUPS * _ROWS
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether the consumers share the rows of dQ, not its columns."""
+        return self.block_q > _ROWS
+
+
+def default_config(problem: Problem) -> BackwardConfig:
+    """The configuration for a problem: the fastest of those measured (docs/log.md)."""
+    widest = max(problem.head_dim, problem.value_dim)
+    if widest <= 64:
+        return BackwardConfig(block_q=128, parts=2, spill_bytes=96)
+    if widest <= 128:
+        return BackwardConfig(spill_bytes=64)
+    if widest <= 192:
+        return BackwardConfig(own_gradients=True)
+    return BackwardConfig(own_gradients=True, do_stages=1, dq_columns=64)
+
+
+def padded_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """The next pair of head dims that the kernel has tiles for."""
+    dims = (64, 128, 192, 256)
+    if max(head_dim, value_dim) <= 64:
+        return 64, 64
+    # Halves of dQ's columns must be whole tiles of 64 with own keys, of 32 otherwise.
+    least = 128 if max(head_dim, value_dim) <= 128 else 64
+    return (
+        next(dim for dim in dims if dim >= max(head_dim, least)),
+        next(dim for dim in dims if dim >= value_dim),
+    )
+
+
+def head_group(problem: Problem, config: BackwardConfig) -> int:
+    """Key heads to work on at a time: few enough for the L2 cache, enough tiles to balance."""
+    if config.head_group:
+        return config.head_group
+    if problem.mask.is_trivial:
+        return 1
+    num_kv_tiles = -(-problem.kv_len // config.block_kv)
+    row_bytes = 2 * (problem.head_dim + problem.value_dim) + 4 * problem.head_dim
+    head_bytes = problem.num_q_heads // problem.num_kv_heads * problem.q_len * row_bytes
+    return max(2 * problem.num_blocks // num_kv_tiles, 8 if 8 * head_bytes <= _CACHE_BYTES else 4)

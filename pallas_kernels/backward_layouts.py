@@ -1,0 +1,288 @@
+"""The two layouts of the backward kernel: see :mod:`pallas_kernels.backward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backward_body import (
+    FIRST_TURN,
+    ROWS,
+    Kernel,
+    KeyTile,
+    Step,
+    Tile,
+    remainder,
+)
+from pallas_kernels.backward_config import GROUPS
+
+Array = jax.Array
+Ref = Any
+
+
+class OwnKeys(Kernel):
+    """Each consumer has 64 keys of its own."""
+
+    def accumulator_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the accumulators, by name."""
+        config, problem = self.config, self.problem
+        scores = (ROWS, config.block_q // config.parts)
+        return {
+            "s_acc": scores,
+            "dp_acc": scores,
+            "dq_acc": (ROWS, problem.head_dim // (1 if config.splits_rows else GROUPS)),
+            "dk_acc": (ROWS, problem.head_dim),
+            "dv_acc": (ROWS, problem.value_dim),
+        }
+
+    def begin(self) -> None:
+        """Before the first tile: what is empty."""
+        for slot in range(self.config.ds_buffers):
+            self.arrive("ds_empty", slot)
+        pl.when(self.warpgroup == 1)(self.pass_turn)
+
+    def end(self, turns: Any) -> None:
+        """After the last tile: waits for what others have given back."""
+        for ahead in range(self.config.ds_buffers):
+            self.wait("ds_empty", remainder(turns + ahead, self.config.ds_buffers))
+        pl.when(self.warpgroup == 0)(self.await_turn)  # which the other has given at last
+
+    def await_turn(self) -> None:
+        """Waits until the other consumer has its scores."""
+        if self.config.take_turns:
+            self.ops.pace_wait(FIRST_TURN + self.warpgroup, 128 * GROUPS)
+
+    def pass_turn(self) -> None:
+        """Lets the other consumer issue its products."""
+        if self.config.take_turns:
+            self.ops.pace_arrive(FIRST_TURN + 1 - self.warpgroup, 128 * GROUPS)
+
+    def own_keys(self, name: str, index: Any = 0) -> Ref:
+        """This warpgroup's part of keys, values or dS'."""
+        return self.refs[name].at[index, pl.ds(self.warpgroup * ROWS, ROWS)]
+
+    def clean_keys(self) -> None:
+        """Cleans this warpgroup's part of the keys."""
+        self.clean(self.own_keys("k_s"))
+
+    def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
+        """All of one key tile."""
+
+        def walk(dk_acc: Ref, dv_acc: Ref) -> tuple[Array, Array]:
+            def step(step: Step, late: tuple[Any, Any]) -> tuple[Any, Any]:
+                return self.step(dk_acc, dv_acc, step, late)
+
+            row, head = self.for_each_step(tile, turns, at, step, (jnp.int32(-1), jnp.int32(0)))
+            last = turns + self.group * (tile.hi - tile.lo) - 1
+            late = Step(last, at.batch, at.slab, head, row, at.key, False)
+            pl.when(row >= 0)(lambda: self.late_step(late, self.ops.opaque_zero()))
+            load = self.ops.load_accumulator
+            return load(dk_acc, wait=None), load(dv_acc, wait=None)
+
+        dk, dv = self.accumulate(walk, ("dk_acc", "dv_acc"))
+        self.meet()  # the other consumer has read these keys for its part of dQ
+        key = at.key + self.warpgroup * ROWS
+        self.store("dk", dk * self.problem.scale, self.own_keys("k_s"), at, key)
+        self.store("dv", dv, self.own_keys("v_s"), at, key)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.arrive("kv_empty")
+
+    def step(self, dk_acc: Ref, dv_acc: Ref, step: Step, late: tuple[Any, Any]) -> tuple[Any, Any]:
+        """One query tile; ``late`` is the row and head of the tile before, whose dQ is made now."""
+        refs, config, ops = self.refs, self.config, self.ops
+        zero = ops.opaque_zero()
+        q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
+        parts, width = config.parts, config.block_q // config.parts
+        spans = [pl.ds(part * width, width) for part in range(parts)]
+        key = step.key + self.warpgroup * ROWS
+
+        def gradients(*accs: Ref) -> list[Array]:
+            s_accs, dp_accs = accs[:parts], accs[parts:]
+            self.wait("q_full", q_slot)
+            self.await_turn()
+            for part, span in enumerate(spans):
+                q = refs["q_s"].at[q_slot, span]
+                ops.matmul(s_accs[part], self.own_keys("k_s", zero), q, transpose_b=True)
+                if part == 0:
+                    self.wait("do_full", do_slot)
+                do = refs["do_s"].at[do_slot, span]
+                ops.matmul(dp_accs[part], self.own_keys("v_s", zero), do, transpose_b=True)
+            result = []
+            for part, span in enumerate(spans):
+                # Later products: S' and dP' of the parts to come, and dV of the parts before.
+                later = 2 * (parts - part) - 1 + part
+                lse = ops.load_shared_columns(refs["lse_s"].at[q_slot, span])
+                s = ops.load_accumulator(s_accs[part], wait=later)
+                if part == 0:
+                    self.pass_turn()
+                    self.wait("ds_empty", ds_slot)
+                p = self.probabilities(step, s, lse, step.row + part * width, key)
+                p16 = p.astype(self.problem.dtype)
+                delta = ops.load_shared_columns(refs["delta_s"].at[do_slot, span])
+                dp = ops.load_accumulator(dp_accs[part], wait=later - 1)
+                ds = self.score_gradients(step, p, dp, delta).astype(self.problem.dtype)
+                ops.matmul_registers(dv_acc, p16, refs["do_s"].at[do_slot, span])
+                self.own_keys("ds_s", ds_slot).at[:, span][...] = ds
+                result.append(ds)
+            return result
+
+        every_ds = self.accumulate(gradients, ("s_acc", "dp_acc"), parts)
+        plgpu.commit_smem()
+        self.arrive("ds_full", ds_slot)
+        for span, ds in zip(spans, every_ds, strict=True):
+            ops.matmul_registers(dk_acc, ds, refs["q_s"].at[q_slot, span])
+
+        def release() -> None:
+            self.arrive("do_empty", do_slot)
+            self.arrive("q_empty", q_slot)
+
+        def make_late() -> None:
+            row, head = late
+            before = Step(step.turn - 1, step.batch, step.slab, head, row, step.key, False)
+            self.late_step(before, zero, release)
+
+        def make_none() -> None:
+            ops.wait_matmuls(0)
+            release()
+
+        lax.cond(late[0] >= 0, make_late, make_none)
+        return step.row, step.head
+
+    def late_step(self, step: Step, zero: Any, release: Callable[[], None] | None = None) -> None:
+        """Makes dQ of a step; ``release`` is run when the products before are done."""
+        ds_slot = self.slots(step.turn, zero)[2]
+
+        def before() -> None:
+            if release is not None:
+                self.ops.wait_matmuls(1)
+                release()
+
+        self.wait("ds_full", ds_slot)
+        dq = self.query_gradients(ds_slot, zero, before, 0)
+        self.arrive("ds_empty", ds_slot)
+        self.add_to_dq(dq, step)
+
+
+class OwnGradients(Kernel):
+    """One consumer makes P' and dV of the 64 keys, the other dS' and dK, and both half of dQ."""
+
+    def accumulator_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the accumulators, by name."""
+        scores = (ROWS, self.config.block_q)
+        return {
+            "s_acc": scores,
+            "dp_acc": scores,
+            "dq_acc": (ROWS, self.problem.head_dim // GROUPS),
+            "dk_acc": (ROWS, self.problem.head_dim),
+            "dv_acc": (ROWS, self.problem.value_dim),
+        }
+
+    def begin(self) -> None:
+        """Before the first tile: what is empty."""
+        pl.when(self.warpgroup == 1)(lambda: self.arrive("p_empty"))
+
+        @pl.when(self.warpgroup == 0)
+        def _() -> None:
+            for slot in range(self.config.ds_buffers):
+                self.arrive("ds_empty", slot)
+
+    def end(self, turns: Any) -> None:
+        """After the last tile: waits for what others have given back."""
+        pl.when(self.warpgroup == 0)(lambda: self.wait("p_empty"))
+
+        @pl.when(self.warpgroup == 1)
+        def _() -> None:
+            for ahead in range(self.config.ds_buffers):
+                self.wait("ds_empty", remainder(turns + ahead, self.config.ds_buffers))
+
+    def clean_keys(self) -> None:
+        """Cleans this warpgroup's part of the keys."""
+        self.clean(self.refs["k_s"].at[0, :, self.half(self.problem.head_dim)])
+        self.meet()
+
+    def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
+        """All of one key tile."""
+
+        def role(step: Callable[[Ref, Step], None], x: str, scale: float) -> None:
+            def walk(acc: Ref) -> Array:
+                self.for_each_step(tile, turns, at, lambda it, _: step(acc, it))
+                return self.ops.load_accumulator(acc, wait=None)
+
+            gradient = self.accumulate(walk, (f"d{x}_acc",))
+            self.meet()  # the other consumer has read keys and values
+            self.store(f"d{x}", gradient * scale, self.refs[f"{x}_s"].at[0], at, at.key)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.arrive("kv_empty")
+
+        lax.cond(
+            self.warpgroup == 0,
+            lambda: role(self.value_step, "v", 1.0),
+            lambda: role(self.key_step, "k", self.problem.scale),
+        )
+
+    def value_step(self, dv_acc: Ref, step: Step) -> None:
+        """Makes P', hands it over, and adds to dV."""
+        refs, ops = self.refs, self.ops
+        zero = ops.opaque_zero()
+        q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
+
+        def probabilities(s_acc: Ref) -> Array:
+            self.wait("q_full", q_slot)
+            q = refs["q_s"].at[q_slot]
+            ops.matmul(s_acc, refs["k_s"].at[zero], q, transpose_b=True)
+            lse = ops.load_shared_columns(refs["lse_s"].at[q_slot])
+            s = ops.load_accumulator(s_acc, wait=0)
+            self.arrive("q_empty", q_slot)
+            p = self.probabilities(step, s, lse, step.row, step.key)
+            return p.astype(self.problem.dtype)
+
+        p = self.accumulate(probabilities, ("s_acc",))
+        self.wait("do_full", do_slot)
+        ops.matmul_registers(dv_acc, p, refs["do_s"].at[do_slot])
+        self.wait("p_empty")
+        refs["p_s"][...] = p
+        self.arrive("p_full")
+        self.wait("ds_full", ds_slot)
+        dq = self.query_gradients(ds_slot, zero, lambda: None, 0)
+        self.arrive("do_empty", do_slot)
+        self.arrive("ds_empty", ds_slot)
+        self.add_to_dq(dq, step)
+
+    def key_step(self, dk_acc: Ref, step: Step) -> None:
+        """Makes dS', hands it over, and adds to dK."""
+        refs, ops = self.refs, self.ops
+        zero = ops.opaque_zero()
+        q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
+
+        def gradients(dp_acc: Ref) -> Array:
+            self.wait("do_full", do_slot)
+            do = refs["do_s"].at[do_slot]
+            ops.matmul(dp_acc, refs["v_s"].at[zero], do, transpose_b=True)
+            delta = ops.load_shared_columns(refs["delta_s"].at[do_slot])
+            dp = ops.load_accumulator(dp_acc, wait=0)
+            self.arrive("do_empty", do_slot)
+            self.wait("p_full")
+            p = ops.load_shared_tile(refs["p_s"]).astype(jnp.float32)
+            self.arrive("p_empty")
+            return self.score_gradients(step, p, dp, delta).astype(self.problem.dtype)
+
+        ds = self.accumulate(gradients, ("dp_acc",))
+        self.wait("ds_empty", ds_slot)
+        refs["ds_s"].at[ds_slot][...] = ds
+        plgpu.commit_smem()
+        self.arrive("ds_full", ds_slot)
+        self.wait("q_full", q_slot)
+
+        def add_to_dk() -> None:
+            ops.matmul_registers(dk_acc, ds, refs["q_s"].at[q_slot])
+
+        dq = self.query_gradients(ds_slot, zero, add_to_dk, 1)
+        self.add_to_dq(dq, step)
+        ops.wait_matmuls(0)
+        self.arrive("q_empty", q_slot)
