@@ -6,6 +6,7 @@ SHELL := bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+AOT := .cache/aot
 TWIN := cuda_ffi/lib/libjax_flash_cpu.so
 # More arguments for pytest or the training command: make test ARGS="-k mask"
 ARGS :=
@@ -26,11 +27,12 @@ wheel: $(STAMP) ## build a wheel with the kernels for all architectures in dist/
 demo: install ## train a small GPT, sample from it and draw its loss
 	@$(PYTHON) -m models.train --preset demo $(ARGS)
 
-test: lint ## lint, then run all the tests on the CPU
+test: lint $(AOT) ## lint, then run all the tests on the CPU
 	@has() { $(PYTHON) -c "import $$1" &>/dev/null; }
 	flags=()
 	if has xdist && [[ $${JAX_FLASH_TEST_GPU:-} != 1 ]]; then flags+=(-n auto); fi
 	if has pytest_timeout; then flags+=(--timeout 600); fi
+	export JAX_FLASH_CUDA_WHEELS=$${JAX_FLASH_CUDA_WHEELS:-$(CURDIR)/$(AOT)}
 	$(PYTHON) -m pytest "$${flags[@]}" $(ARGS)
 
 lint: install ## check style and types
@@ -53,6 +55,20 @@ format: install ## put the code in shape
 clean: ## remove all that these targets made, except what was trained (runs/)
 	@rm -rf $(VENV) .cache .pytest_cache build dist cuda_ffi/lib *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# What compiles the Pallas kernels for Hopper without a GPU: JAX's CUDA plugin and ptxas 13.0, apart
+# from the environment, where the plugin would look for a GPU. Without it a test is skipped.
+$(AOT): $(STAMP)
+	@if ! grep -q online $(STAMP) || [[ $$(uname -sm) != 'Linux x86_64' ]]; then exit; fi
+	version=$$($(PYTHON) -c 'import jaxlib; print(jaxlib.__version__)')
+	packages=("jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" 'nvidia-cuda-nvcc==13.0.*')
+	rm -rf $@ $@.part
+	if $(PYTHON) -m pip install -q --no-deps --target $@.part "$${packages[@]}"; then
+	    mv $@.part $@
+	    touch $@
+	else
+	    echo 'SKIPPED: the Pallas kernels are not compiled, for want of these packages.'
+	fi
 
 # The kernels' twin in plain C++, which the tests run; without a compiler they say that they skip it.
 $(TWIN): cuda_ffi/csrc/cpu.cc cuda_ffi/csrc/call.h cuda_ffi/csrc/params.h | $(STAMP)

@@ -1,8 +1,8 @@
 """Compiles the kernels for Hopper on a machine that has no GPU, and reads what ptxas says.
 
-Needs ``ptxas`` on the path and the plugin wheels ``jax-cuda13-plugin`` and ``jax-cuda13-pjrt`` of
-JAX's own version: installed, or unpacked in a folder that ``JAX_FLASH_CUDA_WHEELS`` names. No CUDA
-driver or library is touched.
+Needs ``ptxas`` and the plugin wheels ``jax-cuda13-plugin`` and ``jax-cuda13-pjrt`` of JAX's own
+version: installed, or unpacked with ``nvidia-cuda-nvcc`` in a folder that ``JAX_FLASH_CUDA_WHEELS``
+names (``make test`` does that). No CUDA driver or library is touched.
 
 A kernel passes if it spills no more than its configuration allows and if ptxas did not serialise
 its matrix products (C7512: too few registers; C7513, C7514: accumulators touched in flight).
@@ -79,11 +79,12 @@ class Report:
 
 def unavailable() -> str | None:
     """Why kernels cannot be compiled here; None if they can."""
-    if shutil.which("ptxas") is None:
-        return "there is no ptxas on the path"
     folder = os.environ.get(_WHEELS)
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
+        os.environ["PATH"] = f"{folder}/nvidia/cu13/bin{os.pathsep}{os.environ['PATH']}"
+    if shutil.which("ptxas") is None:
+        return "there is no ptxas on the path"
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         return (
             "the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not installed, and "
