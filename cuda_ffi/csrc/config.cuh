@@ -5,6 +5,8 @@
 
 namespace jax_flash {
 
+constexpr int kMaxParts = 8;  // blocks of a cluster: more are not portable
+
 template <class T_, class KV_, int DK, int DV, int TILES, int WARPS, int STAGES, int BLOCKS,
           bool TMA, bool BALANCED, bool HOPPER = true>
 struct Config {

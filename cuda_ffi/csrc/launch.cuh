@@ -14,7 +14,7 @@
 namespace jax_flash {
 
 constexpr int kMaxClusterTokens = 16384;  // longer items are cut finer than clusters can
-constexpr int kMaxSoloTokens = 2048;      // one block reads these in about 10 us
+constexpr int kMaxSoloTokens = 4096;      // one block reads these in 20 to 40 us
 
 // Lets a kernel use all the shared memory there is; once for each kernel and device.
 template <class C>
@@ -125,11 +125,11 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
   JF_RETURN_IF_FAILED(allow_shared_memory<Ranges_>(device));
   const bool has_clusters = device.capability >= 90;
   if (p.batch_invariant) {
-    return launch_fixed<Cluster>(p, grid, has_clusters ? 8 : 1, stream);
+    return launch_fixed<Cluster>(p, grid, has_clusters ? kMaxParts : 1, stream);
   }
   // A single sequence may be long: there is no other whose blocks would wait for it.
   if (has_clusters && (tokens <= kMaxClusterTokens || p.batch == 1)) {
-    for (int parts = 8; parts > 1; parts /= 2) {
+    for (int parts = kMaxParts; parts > 1; parts /= 2) {
       if (items * parts > 2 * device.multiprocessors) continue;
       if (tokens > kMaxClusterTokens && 5 * items * parts < 2 * device.multiprocessors) break;
       int resident;
@@ -138,7 +138,9 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
       if (items <= resident) return launch_fixed<Cluster>(p, grid, parts, stream);
     }
   }
-  if (tokens <= kMaxSoloTokens && items >= 2 * device.multiprocessors) {
+  const int enough = tokens <= kMaxSoloTokens / 2 ? device.multiprocessors * 9 / 10
+                                                  : device.multiprocessors * 2;
+  if (tokens <= kMaxSoloTokens && items >= enough && grid.row_tiles == 1) {
     return launch_fixed<Solo>(p, grid, 1, stream);
   }
   return launch_balanced<Ranges_>(p, grid, max_chunks, device, stream);
@@ -148,9 +150,9 @@ constexpr int stage_bytes(int key_dim, int value_dim, int size) {
   return ((key_dim * size + 127) / 128 + (value_dim * size + 127) / 128) * kGroupBytes;
 }
 
-constexpr int stages_for(int stage_bytes, int warps, int budget) {
+constexpr int stages_for(int stage_bytes, int warps, int budget, int most = 4) {
   const int stages = budget / (stage_bytes * warps);
-  return stages < 1 ? 1 : stages > 4 ? 4 : stages;
+  return stages < 1 ? 1 : stages > most ? most : stages;
 }
 
 // One type and one class of head dims; TILES tiles of 8 query rows.
@@ -162,7 +164,8 @@ Status decode_hopper(const DecodeParams& p, const DeviceFacts& device, cudaStrea
   using Cluster =
       Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 196608), 1, TMA, false>;
   using Balanced =
-      Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 131072), 1, TMA, true>;
+      Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 131072, TMA ? 4 : 2), 1, TMA,
+             true>;
   return dispatch<Solo, Cluster, Balanced>(p, device, stream);
 }
 
@@ -182,7 +185,7 @@ Status decode_tiles(const DecodeParams& p, const DeviceFacts& device, cudaStream
     return decode_hopper<T, KV, DK, DV, TILES, false>(p, device, stream);
   }
 #endif
-  constexpr int kBlocks = DK > 128 ? 1 : 2, kStages = stages_for(kStage, 4, 65536);
+  constexpr int kBlocks = DK > 128 ? 1 : 2, kStages = stages_for(kStage, 4, 65536, 2);
   using Fixed = Config<T, KV, DK, DV, TILES, 4, kStages, kBlocks, false, false, false>;
   using Balanced = Config<T, KV, DK, DV, TILES, 4, kStages, kBlocks, false, true, false>;
   return dispatch<Fixed, Fixed, Balanced>(p, device, stream);
@@ -190,7 +193,8 @@ Status decode_tiles(const DecodeParams& p, const DeviceFacts& device, cudaStream
 
 template <class T, class KV, int DK, int DV>
 Status decode_class(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
-  if constexpr (DK < 256) {
+  // Two tiles where their accumulators fit into registers.
+  if constexpr (DK < 192 || (DK == 192 && sizeof(KV) == 2)) {
     if (p.rows() > 8) return decode_tiles<T, KV, DK, DV, 2>(p, device, stream);
   }
   return decode_tiles<T, KV, DK, DV, 1>(p, device, stream);

@@ -117,8 +117,10 @@ struct Producer {
     // Of one instruction: the greatest power of two that divides the pieces.
     constexpr int kLowest = kPieces & -kPieces, kLanes = kLowest < 32 ? kLowest : 32;
     constexpr int kRows = 32 / kLanes;
+    // Fewer addresses at once where registers are short.
+    constexpr int kUnroll = sizeof(KV) == 1 && C::kDK < 256 ? 2 : kChunk;
     const int64_t head = walk.segment.head * view.head_stride;
-#pragma unroll
+#pragma unroll kUnroll
     for (int i = 0; i < kChunk / kRows; ++i) {
       const int row = i * kRows + lane / kLanes;
       const int page = __shfl_sync(~0u, ids, row), row_slot = __shfl_sync(~0u, slot, row);
