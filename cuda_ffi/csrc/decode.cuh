@@ -40,27 +40,24 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
   float* states = (float*)(smem + (C::kReuseRing ? 0 : C::states_at()));
   uint8_t* tail = smem + C::tail_at(grid.rows);
 
-  const auto init_barriers = [&] {
-    if (C::kTma && lane == 0) {
-      prefetch_map(&key_map);
-      prefetch_map(&value_map);
-      for (int i = 0; i < C::kStages; ++i) barrier_init(barriers + i * 8);
-      barrier_init_fence();
-    }
-    __syncwarp();
-  };
+  if (C::kTma && lane == 0) {
+    prefetch_map(&key_map);
+    prefetch_map(&value_map);
+    for (int i = 0; i < C::kStages; ++i) barrier_init(barriers + i * 8);
+    barrier_init_fence();
+  }
   const Ranges ranges{(int*)tail, p.kv_heads};
   int part = 0, row_tile = blockIdx.x;  // balanced: grid (row tile, range), else (part, head, b)
   if constexpr (C::kBalanced) {
     launch_dependents();
     if (warp == 0) Ranges::fill(p, (int*)tail, lane);
-    init_barriers();
     __syncthreads();
   } else {
     if (grid.parts > 1) cluster_arrive_relaxed();
     row_tile = grid.row_tiles > 1 ? blockIdx.x / grid.parts : 0;
     part = blockIdx.x - row_tile * grid.parts;
   }
+  __syncwarp();
 
   const int first = part * C::kWarps + warp, step = grid.parts * C::kWarps;
   auto walk = [&] {
@@ -70,7 +67,6 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
       return Walk<false>(p, blockIdx.z, blockIdx.y, row_tile);
     }
   }();
-  if constexpr (!C::kBalanced) init_barriers();  // while the length is on its way
   // Small loads must be on their way before the ring fills the queues: page numbers (in the
   // producer's constructor) and queries.
   Producer<C> producer(p, &key_map, &value_map, walk, lane, first, step, ring, barriers,
@@ -149,11 +145,12 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
         const int at = part * slice + i, row = at / C::kDV, d = at % C::kDV;
         if (row >= rows || d >= p.value_dim) continue;
         State4 x;
-        merge_into<kMaxParts>(x, [&](int peer) {
-          if (peer >= grid.parts) return State4{};
-          const float2 s = sums[peer * grid.rows + row];
-          return State4{s.x, s.y, *(const float4*)(inbox + peer * slice + i)};
-        });
+        for (int peer = 0; peer < grid.parts; ++peer) {
+          merge_into<1>(x, [&](int) {
+            const float2 s = sums[peer * grid.rows + row];
+            return State4{s.x, s.y, *(const float4*)(inbox + peer * slice + i)};
+          });
+        }
         write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, x);
       }
     }
