@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash.mask import Mask
-from jax_flash.spec import AttentionSpec, Device, Operands
+from jax_flash.spec import AttentionSpec, Device, Gradients, Operands, Residuals
+from pallas_kernels import backward as backward_kernel
+from pallas_kernels import backward_config, schedule
 from pallas_kernels import forward as kernel
-from pallas_kernels import schedule
+from pallas_kernels.config import HEAD_DIMS
 
 Array = jax.Array
 
@@ -35,24 +35,16 @@ def supports(spec: AttentionSpec, device: Device) -> str | None:
         return f"only float16 and bfloat16; got {spec.dtype}"
     if spec.kv_dtype != spec.dtype:
         return f"keys must have the query's dtype {spec.dtype}; got {spec.kv_dtype}"
-    widest = max(kernel.HEAD_DIMS)
+    widest = max(HEAD_DIMS)
     if max(spec.head_dim, spec.value_dim) > widest:
         return f"head dims up to {widest}; got {spec.head_dim} and {spec.value_dim}"
     if spec.kv_len > _MAX_KV_LEN:
         return f"at most {_MAX_KV_LEN} keys; got {spec.kv_len}"
     if spec.mask.array is not None:
-        return "a boolean mask array is not supported; lengths, windows and offsets are"
-    if spec.mask.q_segments is not None:
-        return "segment ids are not supported; packed sequences are (ragged_attention)"
-    return _term_reason(spec) or untested(spec)
-
-
-def untested(spec: AttentionSpec) -> str | None:
-    """What the kernel does in interpret mode and has not been seen to do right on a GPU."""
-    has_lengths = spec.mask.q_lengths is not None or spec.mask.kv_ends is not None
-    if spec.kind == "dense" and has_lengths:
-        return "sequence lengths have not passed their tests on a GPU yet"
-    return None
+        return (
+            "a boolean mask array is not supported; lengths, windows, offsets and segment ids are"
+        )
+    return _term_reason(spec)
 
 
 def _term_reason(spec: AttentionSpec) -> str | None:
@@ -99,7 +91,6 @@ def attend(
         # The row maximum of the scores must be that of the logits.
         q = q * jnp.asarray(np.sign(scale), q.dtype)
         scale = -scale or 1.0
-    v = _without_hidden_rows(spec, operands)
     problem = kernel.Problem(
         batch=spec.batch,
         q_len=spec.q_len,
@@ -117,7 +108,7 @@ def attend(
         problem,
         _padded(q, problem.head_dim),
         _padded(operands.key, problem.head_dim),
-        _padded(v, problem.value_dim),
+        _padded(operands.value, problem.value_dim),
         operands.mask,
         config=config,
         interpret=interpret,
@@ -126,9 +117,89 @@ def attend(
     return out, lse[:, :, : spec.q_len].transpose(0, 2, 1)
 
 
+def backward(spec: AttentionSpec, residuals: Residuals, do: Array, delta: Array) -> Gradients:
+    """Gradients of one call.
+
+    Args:
+        spec: static facts.
+        residuals: of the forward pass, of whatever implementation.
+        do: ``[B, Tq, Hq, Dv]``, cotangent of out.
+        delta: fp32 ``[B, Tq, Hq]``, ``rowsum(do * out) - dlse``.
+    """
+    return differentiate(spec, residuals, do, delta)
+
+
+def differentiate(
+    spec: AttentionSpec,
+    residuals: Residuals,
+    do: Array,
+    delta: Array,
+    *,
+    config: backward_config.BackwardConfig | None = None,
+    num_blocks: int | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Gradients:
+    """:func:`backward` with a choice of configuration, grid size and interpret mode."""
+    operands = residuals.operands
+    q, k, v = operands.query, operands.key, operands.value
+    if 0 in (spec.batch, spec.q_len, spec.num_q_heads, spec.kv_len):
+        return Gradients(*(jnp.zeros_like(x) for x in (q, k, v)))
+    # Rows that see no key have no gradient, nor have those that see a NaN.
+    has_gradient = jnp.isfinite(residuals.lse)
+    # Without a barrier XLA makes one slow loop of the reduction and the transposition.
+    lse, delta = jax.lax.optimization_barrier((residuals.lse, delta))
+    lse = jnp.where(has_gradient, lse, jnp.inf)
+    delta = jnp.where(has_gradient, delta, 0.0)
+    sign = float(np.sign(spec.scale))
+    if sign != 1.0:
+        q = q * jnp.asarray(sign, q.dtype)
+    if can_have_empty_rows(operands.mask, spec.q_len, spec.kv_len):
+        # They may hold anything, and meet probabilities of 0.
+        q, do = (jnp.where(has_gradient[..., None], x, jnp.zeros((), x.dtype)) for x in (q, do))
+    head_dim, value_dim = backward_config.padded_dims(spec.head_dim, spec.value_dim)
+    problem = kernel.Problem(
+        batch=spec.batch,
+        q_len=spec.q_len,
+        kv_len=spec.kv_len,
+        num_q_heads=spec.num_q_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=spec.dtype,
+        scale=abs(spec.scale) or 1.0,
+        mask=operands.mask.abstract(),
+        num_blocks=num_blocks or _multiprocessors(),
+    )
+    dq, dk, dv = backward_kernel.attention_backward(
+        problem,
+        _padded(q, head_dim),
+        _padded(k, head_dim),
+        _padded(v, value_dim),
+        _padded(do, value_dim),
+        lse.transpose(0, 2, 1),
+        delta.transpose(0, 2, 1),
+        operands.mask,
+        deterministic=spec.deterministic,
+        config=config,
+        interpret=interpret,
+    )
+    dq = dq[:, : spec.q_len, :, : spec.head_dim] * np.float32(spec.scale)
+    dk = dk[:, : spec.kv_len, :, : spec.head_dim]
+    dv = dv[:, : spec.kv_len, :, : spec.value_dim]
+    return Gradients(dq.astype(q.dtype), dk, dv)
+
+
+def can_have_empty_rows(mask: Mask, q_len: int, kv_len: int) -> bool:
+    """Whether a query may see no key, as far as is known at trace time."""
+    if not (mask.has_static_ranges and mask.is_interval):
+        return True
+    start, end = mask.row_ranges(q_len, kv_len)
+    return bool((np.asarray(end) <= np.asarray(start)).any())
+
+
 def _padded_dim(dim: int) -> int:
     """The next head dim that the kernel has tiles for."""
-    return next(size for size in kernel.HEAD_DIMS if dim <= size)
+    return next(size for size in HEAD_DIMS if dim <= size)
 
 
 def _padded(x: Array, dim: int) -> Array:
@@ -142,49 +213,3 @@ def _multiprocessors() -> int:
     """Of the default GPU; of an H100 or H200 where there is none."""
     device = jax.devices()[0]
     return getattr(device, "core_count", None) or _H100_MULTIPROCESSORS
-
-
-def _without_hidden_rows(spec: AttentionSpec, operands: Operands) -> Array:
-    """The values, zeroed where no query of the call sees them.
-
-    In the kernel such a row can share a tile with visible ones and meet probabilities of 0, where a
-    NaN or inf would survive. Costs a pass over the values, where some can be hidden.
-    """
-    v = operands.value
-    seen = seen_keys(operands.mask, spec.q_len, spec.kv_len)
-    if isinstance(seen, np.ndarray) and seen.all():
-        return v
-    return jnp.where(seen[:, :, None, None], v, jnp.zeros((), v.dtype))
-
-
-def seen_keys(mask: Mask, q_len: int, kv_len: int) -> Any:
-    """Keys that at least one query sees, bool ``[B|1, Tk]`` (NumPy where static)."""
-    start: Any
-    end: Any
-    start, end = mask.row_ranges(q_len, kv_len)
-    if isinstance(start, np.ndarray):
-        return _seen_static(start, end, kv_len)
-    used = start < end
-    traced = (mask.q_offsets, mask.kv_starts, mask.kv_ends)
-    if all(x is None or x.shape[1] == 1 for x in traced):
-        # Neighbouring rows have overlapping or touching intervals: their union has no gap.
-        lowest = jnp.min(jnp.where(used, start, kv_len), axis=1, keepdims=True)
-        highest = jnp.max(jnp.where(used, end, 0), axis=1, keepdims=True)
-        key = jnp.arange(kv_len, dtype=jnp.int32)[None]
-        return (lowest <= key) & (key < highest)
-    start, end = jnp.broadcast_arrays(start, jnp.maximum(start, end))
-    batch = jnp.arange(start.shape[0], dtype=jnp.int32)[:, None]
-    count = used.astype(jnp.int32)
-    steps = jnp.zeros((start.shape[0], kv_len + 1), jnp.int32)
-    steps = steps.at[batch, start].add(count).at[batch, end].add(-count)
-    return jnp.cumsum(steps, axis=1)[:, :-1] > 0
-
-
-def _seen_static(start: np.ndarray, end: np.ndarray, kv_len: int) -> np.ndarray:
-    """Counts at each key the intervals that have begun and not ended."""
-    steps = np.zeros((start.shape[0], kv_len + 1), np.int32)
-    batch = np.arange(start.shape[0])[:, None]
-    used = (start < end).astype(np.int32)
-    np.add.at(steps, (batch, start), used)
-    np.subtract.at(steps, (batch, np.maximum(start, end)), used)
-    return np.cumsum(steps, axis=1)[:, :-1] > 0

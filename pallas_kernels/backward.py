@@ -40,6 +40,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash.mask import Mask
@@ -115,11 +116,9 @@ def attention_backward(
     inputs |= {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": jnp.pad(delta, padding)}
     slabs = min(num_kv_tiles, -(-num_blocks // (batch * num_heads))) if deterministic else 1
     dq_shape = (slabs * batch, problem.q_len + surplus, problem.num_q_heads, problem.head_dim)
-    sums = {"dq": jax.new_ref(jnp.zeros(dq_shape, jnp.float32))}
-    outputs = {"dk": k, "dv": v}
-    if deterministic:  # each launch writes some of their rows
-        sums |= {name: jax.new_ref(jnp.zeros_like(x)) for name, x in outputs.items()}
-        outputs = {}
+    # A deterministic launch writes some rows of dk and dv, another launch the others.
+    sums = ("dq", "dk", "dv") if deterministic else ("dq",)
+    outputs = {} if deterministic else {"dk": k, "dv": v}
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         named = dict(zip(("schedule", *inputs, *sums, *outputs), refs, strict=True))
@@ -143,16 +142,23 @@ def attention_backward(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    if not deterministic:
-        group = head_group(problem, config)
-        table = schedules.make_for_keys(ranges, batch, num_heads, num_blocks, group)
-        dk, dv = kernel(jnp.asarray(table), *inputs.values(), *sums.values())
-        return jax.freeze(sums["dq"]), dk, dv
-    tables = jnp.asarray(schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs))
 
-    def launch(number: Any, _: None) -> None:
-        kernel(tables[number], *inputs.values(), *sums.values())
+    def add_up(refs: tuple[Ref, Ref, Ref]) -> None:
+        dq, dk, dv = refs
+        if not deterministic:
+            group = head_group(problem, config)
+            table = schedules.make_for_keys(ranges, batch, num_heads, num_blocks, group)
+            dk[...], dv[...] = kernel(jnp.asarray(table), *inputs.values(), dq)
+            return
+        rounds = schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs)
+        tables = jnp.asarray(rounds)
 
-    lax.fori_loop(0, tables.shape[0], launch, None)
-    dq, dk, dv = (jax.freeze(x) for x in sums.values())
-    return dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0), dk, dv
+        def launch(number: Any, _: None) -> None:
+            kernel(tables[number], *inputs.values(), dq, dk, dv)
+
+        lax.fori_loop(0, tables.shape[0], launch, None)
+
+    # Not jax.new_ref: its effect would be seen outside, where custom derivatives know none.
+    zeros = jnp.zeros(dq_shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)
+    dq, dk, dv = pl.run_state(add_up)(zeros)
+    return dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0) if slabs > 1 else dq, dk, dv

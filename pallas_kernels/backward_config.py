@@ -76,13 +76,15 @@ class BackwardConfig:
 def default_config(problem: Problem) -> BackwardConfig:
     """The configuration for a problem: the fastest of those measured (docs/log.md)."""
     widest = max(problem.head_dim, problem.value_dim)
+    # A branch spills less, unless only the first tiles are masked.
+    split_edges = problem.mask.has_static_ranges and problem.mask.window is None
     if widest <= 64:
-        return BackwardConfig(block_q=128, parts=2, spill_bytes=96)
+        return BackwardConfig(block_q=128, parts=2, split_edges=split_edges, spill_bytes=80)
     if widest <= 128:
-        return BackwardConfig(spill_bytes=64)
+        return BackwardConfig(split_edges=split_edges, spill_bytes=48)
     if widest <= 192:
-        return BackwardConfig(own_gradients=True)
-    return BackwardConfig(own_gradients=True, do_stages=1, dq_columns=64)
+        return BackwardConfig(own_gradients=True, split_edges=split_edges)
+    return BackwardConfig(own_gradients=True, do_stages=1, dq_columns=64, split_edges=split_edges)
 
 
 def padded_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
