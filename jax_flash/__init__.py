@@ -13,9 +13,14 @@ from jax_flash.api import (
     ragged_attention,
 )
 from jax_flash.backends import UnsupportedError
+from jax_flash.block_manager import BlockManager, OutOfPagesError
+from jax_flash.kv_cache import PagedKVCache
 from jax_flash.report import Report, explain
 
 __all__ = [
+    "BlockManager",
+    "OutOfPagesError",
+    "PagedKVCache",
     "Report",
     "UnsupportedError",
     "append_kv",

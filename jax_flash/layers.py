@@ -20,6 +20,7 @@ from flax.nnx.nn import dtypes
 
 from jax_flash import api, checks
 from jax_flash.backends import UnsupportedError
+from jax_flash.kv_cache import PagedKVCache
 from jax_flash.spec import QUERY_DTYPES
 
 Array = jax.Array
@@ -153,6 +154,12 @@ class KVCache:
         """S, the slots of a row."""
         return self.key.shape[1]
 
+    def check_fits(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
+        """Raises ValueError unless a layer of these sizes can use the cache for this batch."""
+        expected = (batch, self.capacity, num_kv_heads, head_dim)
+        remedy = "Make the cache with this layer's init_cache, for this batch size"
+        checks.check_shape("cache.key", self.key, expected, "[B, S, Hk, D]", remedy)
+
     def append(self, key: Array, value: Array, new_lengths: Array | None) -> tuple[KVCache, Array]:
         """Stores new tokens behind the old ones; tokens that find no slot are dropped.
 
@@ -192,6 +199,44 @@ class KVCache:
             jnp.minimum(self.lengths + counts, self.capacity),
         )
         return cache, dropped
+
+    def attend(
+        self,
+        query: Array,
+        start: Array,
+        new_lengths: Array | None,
+        *,
+        implementation: api.Implementation = None,
+    ) -> Array:
+        """Causal attention of new tokens, appended already, to all of their row.
+
+        Args:
+            query: ``[B, T, Hq, D]``.
+            start: int32 ``[B]``, :attr:`lengths` before these tokens were appended.
+            new_lengths: int32 ``[B]``, how many of the T tokens of each row count; None for all.
+                The others get 0.
+            implementation: see :func:`jax_flash.dot_product_attention`.
+
+        Returns:
+            ``[B, T, Hq, D]`` in the query's dtype.
+        """
+        stored = query.astype(self.key.dtype)
+        if query.shape[1] == 1 and new_lengths is None:
+            out = api.decode_attention(
+                stored, self.key, self.value, self.lengths, implementation=implementation
+            )
+        else:
+            out = api.dot_product_attention(
+                stored,
+                self.key,
+                self.value,
+                is_causal=True,
+                q_offset=start,
+                query_seq_lengths=new_lengths,
+                key_value_seq_lengths=self.lengths,
+                implementation=implementation,
+            )
+        return out.astype(query.dtype)
 
 
 class FlashCausalSelfAttention(nnx.Module):
@@ -319,7 +364,7 @@ class FlashCausalSelfAttention(nnx.Module):
         *,
         deterministic: bool = True,
         dropout_rng: Array | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedKVCache | None = None,
         new_lengths: Array | None = None,
     ) -> Any:
         """Attends from each token to itself and to those before it.
@@ -328,7 +373,7 @@ class FlashCausalSelfAttention(nnx.Module):
             x: ``[B, T, in_features]``.
             deterministic: True switches dropout off.
             dropout_rng: JAX key, needed if dropout is on.
-            cache: what came before; the tokens of ``x`` follow it.
+            cache: what came before, contiguous or in pages; the tokens of ``x`` follow it.
             new_lengths: int32 ``[B]``, with a cache: how many of the T tokens of each row count
                 (prompts of unequal lengths, padded on the right). Outputs of the others are those
                 of an attention result of 0. None for all.
@@ -355,9 +400,7 @@ class FlashCausalSelfAttention(nnx.Module):
         batch, length, _ = x.shape
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if cache is not None:
-            expected = (batch, cache.capacity, kv_heads, self.head_dim)
-            remedy = "Make the cache with this layer's init_cache, for this batch size"
-            checks.check_shape("cache.key", cache.key, expected, "[B, S, Hk, D]", remedy)
+            cache.check_fits(batch, kv_heads, self.head_dim)
         if new_lengths is not None:
             new_lengths = checks.as_lengths("new_lengths", new_lengths, batch, length)
         qkv = self.qkv(x).reshape(batch, length, heads + 2 * kv_heads, self.head_dim)
@@ -383,26 +426,11 @@ class FlashCausalSelfAttention(nnx.Module):
             raise checks.value_error(
                 "deterministic", False, "a cache is for inference, without dropout", "Pass True"
             )
-        offset = cache.lengths
+        start = cache.lengths
         cache, dropped = cache.append(key, value, new_lengths)
-        query = query.astype(cache.key.dtype)
-        if length == 1 and new_lengths is None:
-            out = api.decode_attention(
-                query, cache.key, cache.value, cache.lengths, implementation=self.implementation
-            )
-        else:
-            out = api.dot_product_attention(
-                query,
-                cache.key,
-                cache.value,
-                is_causal=True,
-                q_offset=offset,
-                query_seq_lengths=new_lengths,
-                key_value_seq_lengths=cache.lengths,
-                implementation=self.implementation,
-            )
+        out = cache.attend(query, start, new_lengths, implementation=self.implementation)
         out = jnp.where(dropped[..., None, None], jnp.nan, out)
-        return self.out(out.astype(x.dtype).reshape(batch, length, -1)), cache
+        return self.out(out.reshape(batch, length, -1)), cache
 
 
 def _positive(name: str, value: int) -> int:
