@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_ffi import library
+from cuda_ffi import library, partition
 from jax_flash.mask import MAX_OFFSET
 from jax_flash.spec import QUANTISED_DTYPES, AttentionSpec, Device, Operands
 
@@ -26,6 +26,7 @@ MAX_NEW_TOKENS = 16
 MAX_HEAD_DIM = 256
 _CHUNK = 16  # tokens, csrc/kv_view.cuh
 _LAYOUTS = {None: 0, "NHD": 1, "HND": 2}  # csrc/call.h
+_KV_AXES = {None: "bsg", "NHD": "psg", "HND": "pgs"}  # see partition.py
 _MAX_RANGES = 320  # more than any GPU runs at once of the kernel that cuts items
 _TABLES_BATCH = 4096  # sequences whose chunk counts fit into shared memory beside the ring
 
@@ -72,12 +73,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
     mask = operands.mask
     assert mask.kv_ends is not None
     window = (-1, -1) if mask.window is None else mask.window
-    results = (
-        jax.ShapeDtypeStruct((*operands.query.shape[:-1], spec.value_dim), spec.dtype),
-        jax.ShapeDtypeStruct(operands.query.shape[:-1], jnp.float32),
-        jax.ShapeDtypeStruct((_workspace_size(spec),), jnp.float32),
-    )
-    out, lse, _ = jax.ffi.ffi_call(library.DECODE, results)(
+    arrays = (
         operands.query,
         operands.key,
         operands.value,
@@ -87,15 +83,32 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
         _or_nothing(operands.alibi_slopes),
         _or_nothing(operands.k_scale),
         _or_nothing(operands.v_scale),
-        layout=np.int64(_LAYOUTS[spec.page_layout]),
-        scale=np.float32(spec.scale),
-        soft_cap=np.float32(spec.soft_cap or 0.0),
-        is_causal=np.bool_(mask.is_causal),
-        window_left=np.int64(min(window[0], MAX_OFFSET)),
-        window_right=np.int64(min(window[1], MAX_OFFSET)),
-        batch_invariant=np.bool_(spec.deterministic),
     )
-    return out, lse
+
+    def call(query: Array, *rest: Array) -> tuple[Array, Array]:
+        results = (
+            jax.ShapeDtypeStruct((*query.shape[:-1], spec.value_dim), spec.dtype),
+            jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32),
+            jax.ShapeDtypeStruct((_workspace_size(spec),), jnp.float32),
+        )
+        out, lse, _ = jax.ffi.ffi_call(library.DECODE, results)(
+            query,
+            *rest,
+            layout=np.int64(_LAYOUTS[spec.page_layout]),
+            scale=np.float32(spec.scale),
+            soft_cap=np.float32(spec.soft_cap or 0.0),
+            is_causal=np.bool_(mask.is_causal),
+            window_left=np.int64(min(window[0], MAX_OFFSET)),
+            window_right=np.int64(min(window[1], MAX_OFFSET)),
+            batch_invariant=np.bool_(spec.deterministic),
+        )
+        return out, lse
+
+    if jax.device_count() > 1:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        group = spec.num_q_heads // spec.num_kv_heads
+        call = partition.decode(call, shapes, _KV_AXES[spec.page_layout], group)
+    return call(*arrays)
 
 
 def _or_nothing(x: Array | None, dtype: Any = np.float32) -> Array | np.ndarray:
@@ -144,18 +157,15 @@ def append(
 
     The pools are aliased to the results: where XLA may overwrite them nothing is copied.
     """
-    call: Callable = jax.ffi.ffi_call(
-        library.APPEND,
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key_pages, value_pages)),
-        input_output_aliases={0: 0, 1: 1},
-    )
-    return tuple(
-        call(
-            key_pages,
-            value_pages,
-            new_key,
-            new_value,
-            slots,
-            layout=np.int64(_LAYOUTS[page_layout]),
+
+    def call(*arrays: Array) -> tuple[Array, Array]:
+        run: Callable = jax.ffi.ffi_call(
+            library.APPEND,
+            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:2]),
+            input_output_aliases={0: 0, 1: 1},
         )
-    )
+        return tuple(run(*arrays, layout=np.int64(_LAYOUTS[page_layout])))
+
+    if jax.device_count() > 1:
+        call = partition.append(call, _KV_AXES[page_layout])
+    return call(key_pages, value_pages, new_key, new_value, slots)

@@ -22,7 +22,8 @@ from hatchling.build import *  # noqa: F403 (all that PEP 517 asks for, but what
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _NVCC = [
-    f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
+    f"nvidia-{name}==13.0.*"
+    for name in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
 ]
 
 
