@@ -4,6 +4,7 @@ Tests run on the CPU, shown to JAX as four devices so that sharding can be teste
 JAX_FLASH_TEST_GPU=1 they run on the GPU instead, those marked `gpu` among them.
 """
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,25 @@ else:
         "ci", derandomize=True, database=None, deadline=None, max_examples=50
     )
     hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def kernels_without_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, tests of the implementation "mosaic" run its kernels in JAX's interpret mode."""
+    parameters = getattr(request.node, "callspec", None)
+    if ON_GPU or parameters is None or parameters.params.get("implementation") != "mosaic":
+        return
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jax_flash import backends
+    from jax_flash.spec import Device
+    from pallas_kernels import backend
+
+    options = {"interpret": plgpu.InterpretGPUParams(), "num_blocks": 2}
+    hopper = Device("gpu", "9.0", "NVIDIA H200")
+    monkeypatch.setattr(backends, "device_of", lambda *_: hopper)
+    monkeypatch.setattr(backend, "forward", functools.partial(backend.attend, **options))
+    monkeypatch.setattr(backend, "backward", functools.partial(backend.differentiate, **options))
 
 
 @pytest.fixture
