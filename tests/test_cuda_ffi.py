@@ -233,6 +233,7 @@ def test_append_to_pools_cut_by_heads_gathers_and_copies_nothing(mesh, layout):
 
 
 def test_an_exported_call_is_the_call():
+    pytest.importorskip("flatbuffers")
     arrays = small_call()
     call = jax.jit(functools.partial(paged_attention, implementation="cuda"))
     allowed = [export.DisabledSafetyCheck.custom_call(library.DECODE)]
