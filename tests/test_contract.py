@@ -224,11 +224,16 @@ ALL_ZERO_SIZES = [
     }.items()
 ]
 ALL_CASES = ALL_MASKS_AND_TERMS + ALL_SHAPES + ALL_MIXTURES + ALL_ZERO_SIZES
-if jax.default_backend() == "gpu":  # kernels may leave fp32 to others
-    ALL_CASES += [
-        dataclasses.replace(case, name=f"{case.name}, bf16 of D64", dtype="bfloat16", d=64, dv=64)
-        for case in ALL_MASKS_AND_TERMS
-    ]
+ALL_KERNEL_CASES = [  # kernels may leave fp32 to others
+    dataclasses.replace(case, name=f"{case.name}, bf16 of D64", dtype="bfloat16", d=64, dv=64)
+    for case in ALL_MASKS_AND_TERMS
+]
+ALL_PAIRS = [
+    *itertools.product(ALL_CASES, IMPLEMENTATIONS),
+    *itertools.product(
+        ALL_KERNEL_CASES, IMPLEMENTATIONS if jax.default_backend() == "gpu" else ("mosaic",)
+    ),
+]
 
 
 @functools.cache
@@ -278,8 +283,7 @@ def grad_name(name):
     return f"d{ORACLE_NAMES.get(name, name)}"
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "implementation"), ALL_PAIRS, ids=lambda x: getattr(x, "name", x))
 def test_results_and_gradients_equal_the_oracle_or_the_call_is_refused(case, implementation):
     for with_lse in (True, False):  # an implementation may have out, but no lse
         keywords = case.arrays() | case.static() | {"return_residual": with_lse}
