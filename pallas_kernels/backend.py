@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_flash.mask import Mask
 from jax_flash.spec import AttentionSpec, Device, Gradients, Operands, Residuals
 from pallas_kernels import backward as backward_kernel
-from pallas_kernels import backward_config, schedule
+from pallas_kernels import backward_config, schedule, tune
 from pallas_kernels import forward as kernel
 from pallas_kernels.config import HEAD_DIMS
 
@@ -110,7 +110,7 @@ def attend(
         _padded(operands.key, problem.head_dim),
         _padded(operands.value, problem.value_dim),
         operands.mask,
-        config=config,
+        config=config or tune.tuned_config(problem),
         interpret=interpret,
     )
     out = out[:, : spec.q_len, :, : spec.value_dim]

@@ -139,12 +139,6 @@ def test_candidates_lower_for_cuda():
 @pytest.fixture
 def explained(on_h200, monkeypatch):
     """A function that explains a causal call on an H200."""
-    launch = kernel.attention_forward
-
-    def tuned(problem, *args, config=None, **options):
-        return launch(problem, *args, config=config or tune.tuned_config(problem), **options)
-
-    monkeypatch.setattr(kernel, "attention_forward", tuned)
     monkeypatch.setattr(backends, "device_of", lambda *_: Device("gpu", "9.0", H200))
 
     def report(tokens):
