@@ -20,7 +20,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_flash import PagedKVCache
 from jax_flash.layers import FlashCausalSelfAttention, KVCache
+
+Cache = KVCache | PagedKVCache
 
 INIT_STD = 0.02
 ROPE_THETA = 10_000.0
@@ -153,9 +156,9 @@ class Block(nnx.Module):
         x: jax.Array,
         *,
         dropout_rng: jax.Array | None,
-        cache: KVCache | None,
+        cache: Cache | None,
         new_lengths: jax.Array | None,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, Cache | None]:
         """`x [B, T, C]` and the cache after it; without `dropout_rng` there is no dropout."""
         keys = _split(dropout_rng, 3)
         y = self.attention(
@@ -202,24 +205,27 @@ class MiniGPT(nnx.Module):
         *,
         deterministic: bool = True,
         dropout_rng: jax.Array | None = None,
-        caches: Sequence[KVCache] | None = None,
+        caches: Sequence[Cache] | None = None,
         new_lengths: jax.Array | None = None,
+        logits_at: jax.Array | None = None,
     ) -> Any:
-        """Next-token logits at every position.
+        """Next-token logits at every position, or at one of each row.
 
         Args:
             tokens: integer `[B, T]`, `T <= context_length`. An id outside the vocabulary makes that
                 row's logits NaN from there on (ids are traced, so it cannot be an error here).
             deterministic: True turns dropout off.
             dropout_rng: key for dropout; needed when `deterministic=False` and `dropout_rate > 0`.
-            caches: one `KVCache` per block, from `init_caches` or an earlier call. The new tokens
-                follow those already in the cache. Tokens past its capacity are dropped and their
-                logits are NaN.
+            caches: one `KVCache` per block, from `init_caches` or an earlier call, or one
+                `PagedKVCache` per block. The new tokens follow those already in the cache. Tokens
+                past its capacity are dropped and their logits are NaN.
             new_lengths: int32 `[B]`, only with `caches`: how many of the T tokens of each row are
                 real, the rest being padding on the right. None: all.
+            logits_at: int32 `[B]`, the only token of each row whose logits are wanted.
 
         Returns:
-            fp32 logits `[B, T, vocab_size]`; with `caches` also the list of updated caches.
+            fp32 logits `[B, T, vocab_size]`, with `logits_at` `[B, vocab_size]`; with `caches` also
+            the list of updated caches.
 
         Raises:
             TypeError: tokens are not integers.
@@ -236,12 +242,14 @@ class MiniGPT(nnx.Module):
             x = x + _positions(self.position_embedding[...], tokens.shape[1], caches)
         x = dropout(x.astype(dtype), config.dropout_rate, keys[-1])
 
-        new_caches: list[KVCache | None] = []
+        new_caches: list[Cache | None] = []
         for index, block in enumerate(self.blocks):
             cache = None if caches is None else caches[index]
             x, cache = block(x, dropout_rng=keys[index], cache=cache, new_lengths=new_lengths)
             new_caches.append(cache)
 
+        if logits_at is not None:  # before the largest product of all, not after it
+            x = jnp.take_along_axis(x, logits_at[:, None, None], axis=1)
         output = self.token_embedding if self.output_embedding is None else self.output_embedding
         logits = jnp.einsum(
             "btc,vc->btv",
@@ -249,6 +257,8 @@ class MiniGPT(nnx.Module):
             output[...].astype(dtype),
             preferred_element_type=jnp.float32,
         )
+        if logits_at is not None:
+            logits = logits[:, 0]
         return logits if caches is None else (logits, new_caches)
 
     def init_caches(
@@ -276,7 +286,7 @@ class MiniGPT(nnx.Module):
         tokens: jax.Array,
         deterministic: bool,
         dropout_rng: jax.Array | None,
-        caches: Sequence[KVCache] | None,
+        caches: Sequence[Cache] | None,
         new_lengths: jax.Array | None,
     ) -> None:
         config = self.config
@@ -316,7 +326,7 @@ def _split(key: jax.Array | None, count: int) -> tuple[jax.Array | None, ...]:
     return (None,) * count if key is None else tuple(jax.random.split(key, count))
 
 
-def _positions(table: jax.Array, length: int, caches: Sequence[KVCache] | None) -> jax.Array:
+def _positions(table: jax.Array, length: int, caches: Sequence[Cache] | None) -> jax.Array:
     """Position embeddings `[T, C]`; with caches `[B, T, C]`, starting where each row ends."""
     if caches is None:
         return table[:length]

@@ -16,6 +16,7 @@ serve requests with different settings. A setting that is traced cannot be check
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,60 @@ def sample(
     kept = apply_top_p(apply_top_k(apply_temperature(logits, temperature), top_k), top_p)
     token = jax.random.categorical(key, kept, axis=-1).astype(jnp.int32)
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), token, jnp.int32(-1))
+
+
+def sample_rows(
+    seeds: jax.Array,
+    indices: jax.Array,
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+) -> jax.Array:
+    """Draws the next token of many texts at once, each with settings and a stream of its own.
+
+    Token i of a text is drawn with `fold_in(key(seed), i)`, whatever it shares a batch with.
+
+    Args:
+        seeds: uint32 `[B]`, one a text.
+        indices: int32 `[B]`, how many tokens of each text were drawn before.
+        logits: float `[B, V]`.
+        temperature: fp32 `[B]`; see `sample`, as for the other two.
+        top_k: int32 `[B]`, 0 keeps all.
+        top_p: fp32 `[B]`, 1 keeps all.
+
+    Returns:
+        int32 `[B]`; -1 where `sample` gives it.
+    """
+    keys = jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(
+        seeds, indices
+    )
+
+    def filtered() -> jax.Array:
+        def draw(key: jax.Array, row: jax.Array, t: jax.Array, k: jax.Array, p: jax.Array) -> Any:
+            return sample(key, row, temperature=t, top_k=k, top_p=p)
+
+        return jax.vmap(draw)(keys, logits, temperature, top_k, top_p)
+
+    def unfiltered() -> jax.Array:
+        def draw(key: jax.Array, row: jax.Array, t: jax.Array) -> Any:
+            return sample(key, row, temperature=t)
+
+        return jax.vmap(draw)(keys, logits, temperature)
+
+    # The filters sort the vocabulary, which costs more than the rest: only if one row has one.
+    return jax.lax.cond(jnp.any((top_k > 0) | (top_p < 1.0)), filtered, unfiltered)
+
+
+def check_settings(
+    temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> None:
+    """Raises what `sample` would raise for these settings of one row."""
+    _checked("temperature", temperature, (), 0.0, _HOTTEST)
+    if top_k is not None:
+        _checked("top_k", top_k, (), 0, math.inf, integer=True)
+    if top_p is not None:
+        _checked("top_p", top_p, (), 0.0, 1.0)
 
 
 def greedy(logits: jax.Array) -> jax.Array:
@@ -134,6 +189,21 @@ def _setting(
     integer: bool = False,
 ) -> jax.Array:
     """Checks a setting and returns it as an array that broadcasts against logits `[..., V]`."""
+    value = _checked(name, value, logits.shape[:-1], low, high, integer)
+    if integer and isinstance(value, np.ndarray):  # int32 must hold it; any k above V keeps all
+        value = np.minimum(value, logits.shape[-1])
+    return jnp.asarray(value).astype(jnp.int32 if integer else jnp.float32)[..., None]
+
+
+def _checked(
+    name: str,
+    value: Setting,
+    rows: tuple[int, ...],
+    low: float,
+    high: float,
+    integer: bool = False,
+) -> np.ndarray | jax.core.Tracer:
+    """A setting as an array of shape () or `rows`, its range checked where it is known."""
     number = "an integer" if integer else "a number"
     rule = f"{number} in [{low:g}, {high:g}], or one per row"
     if not isinstance(value, jax.core.Tracer):
@@ -141,11 +211,9 @@ def _setting(
     real = jnp.issubdtype(value.dtype, jnp.floating) and not integer
     if not (real or jnp.issubdtype(value.dtype, jnp.integer)):
         raise TypeError(f"{name} must be {rule}, got {value}")
-    if value.shape not in ((), logits.shape[:-1]):
-        raise ValueError(f"{name} must be {rule} {logits.shape[:-1]}, got shape {value.shape}")
-    if isinstance(value, np.ndarray):
-        if not np.all((value >= low) & (value <= high)):  # False for NaN too
-            raise ValueError(f"{name} must be {rule}, got {value}")
-        if integer:  # int32 must hold it, and any k above V keeps everything
-            value = np.minimum(value, logits.shape[-1])
-    return jnp.asarray(value).astype(jnp.int32 if integer else jnp.float32)[..., None]
+    if value.shape not in ((), rows):
+        raise ValueError(f"{name} must be {rule} {rows}, got shape {value.shape}")
+    # Not "outside": NaN must be refused too.
+    if isinstance(value, np.ndarray) and not np.all((value >= low) & (value <= high)):
+        raise ValueError(f"{name} must be {rule}, got {value}")
+    return value

@@ -1,0 +1,140 @@
+"""One step of the engine on the device: append, paged attention and the draw in one program.
+
+What a call needs from the host travels as one int32 array, one row a sequence:
+
+    token ids [T] | block table [max_pages] | the fields of `FIELDS`, floats bit by bit
+
+and what comes back is one, `[2, rows]`: the drawn ids and the bits of their log-probabilities. The
+newest token of every slot stays on the device, so that a step can follow another unread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_flash import PagedKVCache
+from models import sampling
+from models.minigpt import MiniGPT
+from models.scheduler import Call
+
+FIELDS = ("start", "count", "slot", "target", "seed", "draw", "temperature", "top_k", "top_p")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What lives on the device from step to step, donated to each.
+
+    Attributes:
+        caches: one a block of the model, without sequences.
+        newest: int32 `[slots]`, the token that each slot drew last.
+    """
+
+    caches: list[PagedKVCache]
+    newest: jax.Array
+
+
+def init_state(model: MiniGPT, num_slots: int, num_pages: int, page_size: int, dtype: Any) -> State:
+    """Empty pools for all blocks of a model."""
+    config = model.config
+    create = functools.partial(
+        PagedKVCache.create, num_pages, page_size, config.kv_heads, config.head_dim, dtype
+    )
+    caches = [create() for _ in range(config.num_layers)]
+    return State(caches, jnp.zeros((num_slots,), jnp.int32))
+
+
+def pack(call: Call, tables: list[Any], max_pages: int, num_slots: int) -> np.ndarray:
+    """The rows of a call as one array; rows of padding compute nothing and draw to no slot.
+
+    Args:
+        call: the rows and the shape to pad them to.
+        tables: the pages of each row's sequence.
+        max_pages: columns of the block table.
+        num_slots: a slot that there is not.
+
+    Returns:
+        int32 `[rows, T + max_pages + len(FIELDS)]`.
+    """
+    num_rows, num_tokens = call.shape
+    packed = np.zeros((num_rows, num_tokens + max_pages + len(FIELDS)), np.int32)
+    field = {name: packed[:, i - len(FIELDS)] for i, name in enumerate(FIELDS)}
+    field["slot"][:] = field["target"][:] = num_slots
+    for i, (row, table) in enumerate(zip(call.rows, tables, strict=True)):
+        params, count = row.sequence.params, len(row.tokens)
+        packed[i, :count] = row.tokens
+        packed[i, num_tokens : num_tokens + len(table)] = table
+        field["start"][i], field["count"][i] = row.start, count
+        field["slot"][i] = row.sequence.slot
+        if row.draw is None:
+            continue
+        field["target"][i], field["draw"][i] = row.sequence.slot, row.draw
+        field["seed"].view(np.uint32)[i] = row.sequence.seed
+        field["temperature"].view(np.float32)[i] = params.temperature
+        field["top_k"][i] = min(params.top_k or 0, np.iinfo(np.int32).max)
+        field["top_p"].view(np.float32)[i] = 1.0 if params.top_p is None else params.top_p
+    if call.rows:  # padding asks for no filter either
+        field["top_p"].view(np.float32)[len(call.rows) :] = 1.0
+    return packed
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "num_tokens"), donate_argnames="state")
+def run(
+    graph: Any, params: Any, state: State, packed: jax.Array, *, num_tokens: int
+) -> tuple[State, jax.Array]:
+    """Computes a call.
+
+    Args:
+        graph: of `nnx.split(model)`.
+        params: of `nnx.split(model)`.
+        state: donated.
+        packed: from `pack`.
+        num_tokens: T.
+
+    Returns:
+        The next state, and int32 `[2, rows]`: ids (-1 where the logits are no distribution) and the
+        bits of their fp32 log-probabilities under the model, before temperature and filters.
+    """
+    tables = packed[:, num_tokens : -len(FIELDS)]
+    field = {name: packed[:, i - len(FIELDS)] for i, name in enumerate(FIELDS)}
+    bits = jax.lax.bitcast_convert_type
+    tokens = packed[:, :num_tokens]
+    newest = state.newest.at[field["slot"]].get(mode="fill", fill_value=0)
+    tokens = jnp.where(tokens < 0, newest[:, None], tokens)
+    caches = [cache.with_sequences(tables, field["start"]) for cache in state.caches]
+    logits, caches = nnx.merge(graph, params)(
+        tokens,
+        caches=caches,
+        new_lengths=field["count"],
+        logits_at=jnp.maximum(field["count"] - 1, 0),
+    )
+    drawn = sampling.sample_rows(
+        bits(field["seed"], jnp.uint32),
+        field["draw"],
+        logits,
+        bits(field["temperature"], jnp.float32),
+        field["top_k"],
+        bits(field["top_p"], jnp.float32),
+    )
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = jnp.take_along_axis(logprobs, jnp.maximum(drawn, 0)[:, None], axis=-1)[:, 0]
+    caches = [
+        dataclasses.replace(cache, block_tables=old.block_tables, lengths=old.lengths)
+        for cache, old in zip(caches, state.caches, strict=True)
+    ]
+    newest = state.newest.at[field["target"]].set(drawn, mode="drop")
+    return State(caches, newest), jnp.stack([drawn, bits(logprobs, jnp.int32)])
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def copy_pages(state: State, pairs: jax.Array) -> State:
+    """Copies pages in all layers; `pairs` is int32 `[N, 2]`, source and target, padded with 0."""
+    caches = [cache.copy_pages(pairs[:, 0], pairs[:, 1]) for cache in state.caches]
+    return State(caches, state.newest)
