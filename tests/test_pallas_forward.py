@@ -259,22 +259,6 @@ def test_vmap_launches_once(interpreted):
     np.testing.assert_array_equal(stacked, jax.jit(call)(q, k, v))
 
 
-def test_gradient_has_its_own_implementation_and_says_so(interpreted, monkeypatch):
-    monkeypatch.setattr(backends, "_warned", set())
-    q, k, v = qkv(1, 64, 64, 1, 1, 60)  # a head dim that cuDNN refuses
-
-    def loss(q, implementation):
-        out = dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-        return jnp.sum(out.astype(jnp.float32) ** 2)
-
-    slope = jax.jit(jax.grad(loss), static_argnums=1)
-    with pytest.warns(UserWarning, match="the gradient of attention"):
-        ours = slope(q, "mosaic")
-    theirs = slope(q, "chunked")
-    ours, theirs = (np.asarray(x).astype(np.float32) for x in (ours, theirs))
-    assert np.linalg.norm(ours - theirs) <= 1e-2 * np.linalg.norm(theirs)
-
-
 @pytest.mark.skipif(ON_GPU, reason="interpret mode runs on the CPU")
 @pytest.mark.parametrize("barrier", ["k_empty", "v_empty", "k_full", "v_full", "q_full"])
 def test_a_removed_barrier_is_caught(barrier, interpreted, monkeypatch, capfd):

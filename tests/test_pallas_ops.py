@@ -1,6 +1,4 @@
-"""The primitives under interpret mode, the algebra of tiles, and the schedule."""
-
-import collections
+"""The primitives under interpret mode, and the algebra of tiles."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash.mask import Mask
-from pallas_kernels import forward, schedule, tiles
+from pallas_kernels import tiles
 from pallas_kernels.ops import Ops
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -87,11 +84,14 @@ def test_hide_compares_columns_with_bounds():
     s = jnp.zeros((64, 128))
     start, end = np.arange(64, dtype=np.int32), np.arange(64, dtype=np.int32) * 3
     keys = np.arange(128, 256)
-    hidden = tiles.hide(OPS, s, jnp.asarray(start + 100), jnp.asarray(end + 100), jnp.int32(128))
+    bounds = tiles.RowBounds(jnp.asarray(start + 100), jnp.asarray(end + 100), None)
+    hidden = tiles.hide(OPS, s, bounds, jnp.int32(128), None)
     visible = (keys >= start[:, None] + 100) & (keys < end[:, None] + 100)
     np.testing.assert_array_equal(np.isneginf(hidden), ~visible)
-    hidden = tiles.hide(OPS, s, 0, 200, jnp.int32(128))
-    np.testing.assert_array_equal(np.isneginf(hidden[0]), keys >= 200)
+    bounds = tiles.RowBounds(None, 200, jnp.arange(64, dtype=jnp.int32) % 3)
+    hidden = tiles.hide(OPS, s, bounds, jnp.int32(128), jnp.asarray(keys % 3))
+    visible = (keys < 200) & (keys % 3 == np.arange(64)[:, None] % 3)
+    np.testing.assert_array_equal(np.isneginf(hidden), ~visible)
 
 
 def test_shared_memory_is_counted_from_the_scratch_tree():
@@ -103,81 +103,3 @@ def test_shared_memory_is_counted_from_the_scratch_tree():
     }
     assert tiles.smem_bytes(tree) == 2 * 64 * 128 * 2 + 64 * 4 + 3 * 8 + 8
     assert [tiles.swizzle_bytes(n, jnp.bfloat16) for n in (64, 96, 48, 128)] == [128, 64, 32, 128]
-
-
-MASKS = {
-    "full": Mask(),
-    "causal": Mask(is_causal=True),
-    "offset": Mask(is_causal=True, q_offset=37),
-    "early": Mask(is_causal=True, q_offset=-90),
-    "window": Mask(window=(50, 20)),
-    "causal window": Mask(is_causal=True, window=(100, 0), q_offset=60),
-    "lengths": Mask(kv_ends=jnp.array([[0], [150]], jnp.int32)),
-    "q lengths": Mask(is_causal=True, q_lengths=jnp.array([70, 1], jnp.int32)),
-}
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("name", MASKS)
-def test_ranges_hold_what_rows_see(name, groups):
-    """What a range leaves out is hidden, what it calls full is visible, and counts are right."""
-    mask, q_len, kv_len, rows, block_kv = MASKS[name], 200, 230, 32, 64
-    ranges, edges = schedule.find_ranges(mask, q_len, kv_len, rows, groups, block_kv)
-    lo, hi, own_lo, full_lo, full_hi, own_hi = map(np.asarray, ranges)
-    array = mask.to_array(q_len, kv_len)
-    visible = np.ones((1, 1, q_len, kv_len), bool) if array is None else np.asarray(array)
-    visible = np.broadcast_to(visible[:, 0], (lo.shape[0], q_len, kv_len))
-    assert ((lo[..., None] <= own_lo) & (own_lo <= full_lo) & (full_lo <= full_hi)).all()
-    assert ((full_hi <= own_hi) & (own_hi <= hi[..., None])).all()
-    assert (lo < hi).all()
-    for b, tile, group in np.ndindex(own_lo.shape):
-        at = (b, tile, group)
-        start = (tile * groups + group) * rows
-        block = visible[b, start : start + rows]
-        assert (own_lo[at] < own_hi[at]) == (start < q_len)
-        seen = np.flatnonzero(block.any(axis=0)) // block_kv
-        assert ((own_lo[at] <= seen) & (seen < own_hi[at])).all()
-        assert full_hi[at] <= kv_len // block_kv
-        assert block[:, full_lo[at] * block_kv : full_hi[at] * block_kv].all()
-        assert own_hi[at] - full_hi[at] <= edges.leading
-        assert full_lo[at] - own_lo[at] <= edges.trailing
-        if start < q_len:
-            assert edges.skips_first or own_hi[at] == hi[b, tile]
-            assert edges.skips_last or own_lo[at] == lo[b, tile]
-        else:
-            assert edges.idles
-
-
-@pytest.mark.parametrize("static", [True, False])
-def test_schedule_has_every_tile_once(static):
-    mask = Mask(is_causal=True)
-    if not static:
-        mask = Mask(is_causal=True, q_offsets=jnp.zeros((1, 1), jnp.int32))
-    batch, heads, blocks = 2, 3, 4
-    ranges, _ = schedule.find_ranges(mask, 1000, 1000, 64, 2, 128)
-    words = np.asarray(schedule.make(ranges, batch, heads, blocks, 2))
-    assert words.shape[0] == blocks
-    assert words.shape[2] == 3 + 2 * 2
-    assert (words[:, -1, 0] == -1).all()
-    seen = collections.Counter()
-    for word in words.reshape(-1, words.shape[2]):
-        if word[0] >= 0:
-            seen[word[0], word[1]] += 1
-            assert word[2] & 0xFFFF == np.asarray(ranges.lo)[0, word[0]]
-            assert word[2] >> 16 == np.asarray(ranges.hi)[0, word[0]]
-            assert word[5] >> 16 == np.asarray(ranges.own_hi)[0, word[0], 1]
-    assert seen == {(tile, head): 1 for tile in range(8) for head in range(batch * heads)}
-    loads = np.where(words[..., 0] >= 0, (words[..., 2] >> 16) - (words[..., 2] & 0xFFFF), 0)
-    loads = loads.sum(axis=1)
-    if static:
-        assert loads.max() <= loads.mean() * 1.15
-
-
-def test_schedule_packs_large_numbers():
-    ranges = schedule.Ranges(
-        *(np.array([[x]]) for x in (40000, 65535)),
-        *(np.array([[[x]]]) for x in (40000, 40001, 65534, 65535)),
-    )
-    words = schedule.make(ranges, 1, 1, 1, 1)
-    lo, hi = forward._unpack(jnp.asarray(words)[0, 0, 2])
-    assert (lo, hi) == (40000, 65535)

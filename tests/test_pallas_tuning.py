@@ -14,9 +14,9 @@ from bench import tune as bench_tune
 from jax_flash import backends, dot_product_attention, explain, tuning
 from jax_flash.mask import Mask
 from jax_flash.spec import Device
+from pallas_kernels import forward as kernel
 from pallas_kernels import tune
 from pallas_kernels.config import HEAD_DIMS
-from pallas_kernels import forward as kernel
 from tests.conftest import ROOT
 
 H200 = "NVIDIA H200"

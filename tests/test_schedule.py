@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jax_flash.mask import Mask, packed_mask
-from pallas_kernels import schedule
+from pallas_kernels import forward, schedule
 
 Q_LEN, KV_LEN, BLOCK_Q, BLOCK_KV = 200, 230, 64, 32
 
@@ -27,6 +27,7 @@ MASKS = {
     "window": Mask(window=(40, 3)),
     "causal window": Mask(is_causal=True, window=(70, 9), q_offset=-90),
     "offsets": Mask(is_causal=True, q_offsets=i32(-40, 60)[:, None]),
+    "early": Mask(is_causal=True, q_offset=-90),
     "lengths": Mask(q_lengths=i32(200, 70), kv_ends=i32(100, 230)[:, None]),
     "packed": packed_mask(
         i32(0, 50, 50, 177, 190),
@@ -72,17 +73,63 @@ def test_tile_ranges_hide_nothing_visible_and_unmask_nothing_hidden(name):
         assert (every == unmasked).all()
 
 
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("name", MASKS)
+def test_ranges_hold_what_rows_see(name, groups):
+    """What a range leaves out is hidden, what it calls full is visible, and counts are right."""
+    mask, q_len, kv_len, rows, block_kv = MASKS[name], Q_LEN, KV_LEN, 32, 64
+    ranges, edges = schedule.find_ranges(mask, q_len, kv_len, rows, groups, block_kv)
+    lo, hi, own_lo, full_lo, full_hi, own_hi = map(np.asarray, ranges)
+    array = mask.to_array(q_len, kv_len)
+    visible = np.ones((1, 1, q_len, kv_len), bool) if array is None else np.asarray(array)
+    visible = np.broadcast_to(visible[:, 0], (lo.shape[0], q_len, kv_len))
+    assert ((lo[..., None] <= own_lo) & (own_lo <= full_lo) & (full_lo <= full_hi)).all()
+    assert ((full_hi <= own_hi) & (own_hi <= hi[..., None])).all()
+    assert (lo < hi).all()
+    for b, tile, group in np.ndindex(own_lo.shape):
+        at = (b, tile, group)
+        start = (tile * groups + group) * rows
+        block = visible[b, start : start + rows]
+        assert (own_lo[at] < own_hi[at]) == (start < q_len)
+        seen = np.flatnonzero(block.any(axis=0)) // block_kv
+        assert ((own_lo[at] <= seen) & (seen < own_hi[at])).all()
+        assert full_hi[at] <= kv_len // block_kv
+        assert block[:, full_lo[at] * block_kv : full_hi[at] * block_kv].all()
+        assert own_hi[at] - full_hi[at] <= edges.leading
+        assert full_lo[at] - own_lo[at] <= edges.trailing
+        if start < q_len:
+            assert edges.skips_first or own_hi[at] == hi[b, tile]
+            assert edges.skips_last or own_lo[at] == lo[b, tile]
+        else:
+            assert edges.idles
+
+
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_a_schedule_has_each_tile_once(name, groups):
+def test_a_schedule_has_each_tile_once_with_its_ranges(name, groups):
     mask, heads = MASKS[name], 3
     ranges, _ = schedule.find_ranges(mask, Q_LEN, KV_LEN, BLOCK_Q, groups, BLOCK_KV)
     num_q_tiles = ranges.lo.shape[1]
     words = np.asarray(schedule.make(ranges, 2, heads, num_blocks=5, head_group=2))
+    assert words.shape[2] == 3 + 2 * groups
     assert (words[:, -1, 0] == -1).all()
-    used = words[..., 0] >= 0
-    tiles = words[used][:, 1] * num_q_tiles + words[used][:, 0]
-    np.testing.assert_array_equal(np.sort(tiles), np.arange(2 * heads * num_q_tiles))
+    words = words[words[..., 0] >= 0]
+    tile, head = words[:, 0], words[:, 1]
+    np.testing.assert_array_equal(
+        np.sort(head * num_q_tiles + tile), np.arange(2 * heads * num_q_tiles)
+    )
+    row = np.minimum(head // heads, ranges.lo.shape[0] - 1)
+    lo, hi, own_lo, full_lo, full_hi, own_hi = (np.asarray(x)[row, tile] for x in ranges)
+    np.testing.assert_array_equal(words[:, 2], lo | hi << 16)
+    np.testing.assert_array_equal(words[:, 3::2], own_lo | own_hi << 16)
+    np.testing.assert_array_equal(words[:, 4::2], full_lo | full_hi << 16)
+
+
+def test_the_longest_tiles_go_first():
+    ranges, _ = schedule.find_ranges(Mask(is_causal=True), 1000, 1000, 64, 2, 128)
+    words = np.asarray(schedule.make(ranges, 2, 3, num_blocks=4, head_group=2))
+    load = np.where(words[..., 0] >= 0, (words[..., 2] >> 16) - (words[..., 2] & 0xFFFF), 0)
+    assert load.sum(axis=1).max() <= load.sum(axis=1).mean() * 1.15
 
 
 def test_blocks_share_unequal_documents_evenly():
@@ -96,3 +143,13 @@ def test_blocks_share_unequal_documents_evenly():
     cost = (words[..., 2] >> 16) - (words[..., 2] & 0xFFFF) + 1
     load = np.where(words[..., 0] >= 0, cost, 0).sum(axis=1)
     assert load.max() <= 1.06 * load.mean()
+
+
+def test_schedule_packs_large_numbers():
+    ranges = schedule.Ranges(
+        *(np.array([[x]]) for x in (40000, 65535)),
+        *(np.array([[[x]]]) for x in (40000, 40001, 65534, 65535)),
+    )
+    words = schedule.make(ranges, 1, 1, 1, 1)
+    lo, hi = forward._unpack(jnp.asarray(words)[0, 0, 2])
+    assert (lo, hi) == (40000, 65535)
