@@ -82,7 +82,8 @@ def runs(implementation, function, *args, **kwargs):
     facts = [
         (x.shape, x.dtype) if is_one else x for x, is_one in zip(leaves, is_array, strict=True)
     ]
-    question = (function, tree, *facts)
+    # A test may pretend to be on another device.
+    question = (backends.device_of(), function, tree, *facts)
     if (implementation, question) in _answers:
         return _answers[implementation, question]
 
