@@ -28,7 +28,7 @@ _CHUNK = 16  # tokens, csrc/kv_view.cuh
 _LAYOUTS = {None: 0, "NHD": 1, "HND": 2}  # csrc/call.h
 _KV_AXES = {None: "bsg", "NHD": "psg", "HND": "pgs"}  # see partition.py
 _MAX_RANGES = 320  # more than any GPU runs at once of the kernel that cuts items
-_TABLES_BATCH = 4096  # sequences whose chunk counts fit into shared memory beside the ring
+_TABLES_BATCH = 2048  # sequences whose chunk counts fit into shared memory beside the ring
 
 
 def supports(spec: AttentionSpec, device: Device) -> str | None:

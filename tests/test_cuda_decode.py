@@ -249,6 +249,19 @@ def test_it_says_what_it_cannot_do():
 
 
 @pytest.mark.gpu
+def test_a_batch_as_large_as_the_tables_allow():
+    """Lengths are counted in shared memory, of which 16 rows of queries leave the least."""
+    lens = np.random.default_rng(0).integers(0, 40, backend._TABLES_BATCH)
+    query, key, value, lens = cache(lens.tolist(), (8, 2), (128, 128), 4, "bfloat16")
+    pools, tables = into_pages([key, value], lens, 16, "NHD")
+    arrays = query, *pools, tables, lens
+    got = run(paged_attention, "cuda", arrays, {"page_layout": "NHD"})
+    want = run(paged_attention, "xla", arrays, {"page_layout": "NHD"})
+    for x, right, atol in zip(got, want, (0.03, 1e-3), strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(right), atol=atol)
+
+
+@pytest.mark.gpu
 def test_what_cannot_be_launched_raises_with_kernel_shape_and_cause():
     query, cache_ = jnp.zeros((1, 1, 2, 512), jnp.bfloat16), jnp.zeros((1, 4, 2, 512), jnp.bfloat16)
     nothing = np.zeros((0,), np.float32)

@@ -185,17 +185,18 @@ Status decode_tiles(const DecodeParams& p, const DeviceFacts& device, cudaStream
     return decode_hopper<T, KV, DK, DV, TILES, false>(p, device, stream);
   }
 #endif
-  constexpr int kBlocks = DK > 128 ? 1 : 2, kStages = stages_for(kStage, 4, 65536, 2);
-  using Fixed = Config<T, KV, DK, DV, TILES, 4, kStages, kBlocks, false, false, false>;
-  using Balanced = Config<T, KV, DK, DV, TILES, 4, kStages, kBlocks, false, true, false>;
+  constexpr int kBlocks = DK > 128 ? 1 : 2, kWarps = DK > 128 ? 2 : 4;
+  constexpr int kStages = stages_for(kStage, kWarps, 65536, 2);
+  using Fixed = Config<T, KV, DK, DV, TILES, kWarps, kStages, kBlocks, false, false, false>;
+  using Balanced = Config<T, KV, DK, DV, TILES, kWarps, kStages, kBlocks, false, true, false>;
   return dispatch<Fixed, Fixed, Balanced>(p, device, stream);
 }
 
 template <class T, class KV, int DK, int DV>
 Status decode_class(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
-  // Two tiles where their accumulators fit into registers.
+  // Two tiles where their accumulators fit into registers, and into shared memory beside the ring.
   if constexpr (DK < 192 || (DK == 192 && sizeof(KV) == 2)) {
-    if (p.rows() > 8) return decode_tiles<T, KV, DK, DV, 2>(p, device, stream);
+    if (p.rows() > 8 && device.smem_bytes > 128 * 1024) return decode_tiles<T, KV, DK, DV, 2>(p, device, stream);
   }
   return decode_tiles<T, KV, DK, DV, 1>(p, device, stream);
 }
