@@ -19,7 +19,7 @@ install: $(STAMP) $(TWIN) ## create .venv with the library, the test tools and w
 kernels: $(STAMP) ## compile the CUDA kernels for the GPU that is here; needs CMake and nvcc, no network
 	@ninja=(); if command -v ninja >/dev/null; then ninja=(-G Ninja); fi
 	cmake -S cuda_ffi -B build/cuda_ffi "$${ninja[@]}" -DPython_EXECUTABLE=$(CURDIR)/$(PYTHON)
-	cmake --build build/cuda_ffi --parallel
+	cmake --build build/cuda_ffi --parallel "$$(nproc)"
 
 wheel: $(STAMP) ## build a wheel with the kernels for all architectures in dist/
 	@JAX_FLASH_ARCHITECTURES="80;89;90;100;120" $(PYTHON) -m pip wheel --no-deps -w dist .

@@ -57,7 +57,8 @@ class KernelsHook(BuildHookInterface):
         if shutil.which("ninja"):
             configure += ["-G", "Ninja"]
         subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", build, "--parallel"], check=True)
+        jobs = str(len(os.sched_getaffinity(0)))
+        subprocess.run(["cmake", "--build", build, "--parallel", jobs], check=True)
         build_data["artifacts"].append("cuda_ffi/lib/*.so")
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-linux_x86_64"
