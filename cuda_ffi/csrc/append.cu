@@ -12,7 +12,8 @@ __device__ void copy_heads(uint8_t* target, int64_t head_stride, const uint8_t* 
   const int pieces = bytes / (int)sizeof(Piece);
   for (int i = threadIdx.x; i < heads * pieces; i += blockDim.x) {
     const int head = i / pieces, piece = i - head * pieces;
-    ((Piece*)(target + head * head_stride))[piece] = ((const Piece*)(source + (int64_t)head * bytes))[piece];
+    const Piece* from = (const Piece*)(source + (int64_t)head * bytes);
+    ((Piece*)(target + head * head_stride))[piece] = from[piece];
   }
 }
 

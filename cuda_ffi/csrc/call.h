@@ -83,7 +83,8 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
                               float soft_cap, bool is_causal, int64_t window_left,
                               int64_t window_right, bool batch_invariant) {
   const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
-  if (qd.size() != 4 || kd.size() != 4 || vd.size() != 4 || kv_lens.element_count() != (size_t)qd[0]) {
+  if (qd.size() != 4 || kd.size() != 4 || vd.size() != 4 ||
+      kv_lens.element_count() != (size_t)qd[0]) {
     return invalid("decode takes query, key and value with four axes and one length a sequence");
   }
   DecodeParams p{};

@@ -1,9 +1,10 @@
 // Merges the parts of the items that decode_kernel's equal ranges cut (see schedule.cuh).
 //
-// Block (j, row tile) looks at the end of range j: if it falls inside an item that begins in range j,
-// the block merges that item's parts, in order. The launch overlaps the kernel before it; lengths are read at
-// once, the parts after that kernel is done. Every block waits for it, those without work too: else
-// this kernel could be over before it, and the next one of the stream begin too early.
+// Block (j, row tile) looks at the end of range j: if it falls inside an item that begins in range
+// j, the block merges that item's parts, in order. The launch overlaps the kernel before it;
+// lengths are read at once, the parts after that kernel is done. Every block waits for it, those
+// without work too: else this kernel could be over before it, and the next one of the stream begin
+// too early.
 #pragma once
 #include "decode.cuh"
 

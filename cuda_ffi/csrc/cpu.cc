@@ -1,5 +1,5 @@
-// The same targets on platform "Host", in plain loops: so that everything above the kernels runs, and is
-// held to the contract, on machines without a GPU. Right, not fast.
+// The same targets on platform "Host", in plain loops: so that everything above the kernels runs,
+// and is held to the contract, on machines without a GPU. Right, not fast.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -15,7 +15,8 @@ namespace {
 float from_bits(uint32_t bits, int exponent_bits, int mantissa_bits, bool finite_only) {
   const int sign = bits >> (exponent_bits + mantissa_bits) & 1;
   const int largest = (1 << exponent_bits) - 1, bias = largest / 2;
-  const int exponent = bits >> mantissa_bits & largest, mantissa = bits & ((1 << mantissa_bits) - 1);
+  const int exponent = bits >> mantissa_bits & largest;
+  const int mantissa = bits & ((1 << mantissa_bits) - 1);
   const float fraction = mantissa / float(1 << mantissa_bits);
   float x = exponent ? std::ldexp(1.f + fraction, exponent - bias) : std::ldexp(fraction, 1 - bias);
   if (exponent == largest && !finite_only) {
@@ -121,7 +122,9 @@ void attend(const DecodeParams& p, int b, int token, int q_head) {
       y += (double)load(p.q, index * p.head_dim + d, p.q_type) * key[d];
     }
     y *= p.scale;
-    if (p.alibi_slopes) y += (double)p.alibi_slopes[b * p.alibi_slopes_stride + q_head] * (t - position);
+    if (p.alibi_slopes) {
+      y += (double)p.alibi_slopes[b * p.alibi_slopes_stride + q_head] * (t - position);
+    }
     if (p.soft_cap != 0.f) y = p.soft_cap * std::tanh(y / p.soft_cap);
     x.push_back(y), values.push_back(row_of(p, p.v, page, t, head));
     m = std::max(m, y);
@@ -199,7 +202,9 @@ using namespace jax_flash;
 JF_EXPORT XLA_FFI_Error* jax_flash_decode(XLA_FFI_CallFrame*);
 JF_EXPORT XLA_FFI_Error* jax_flash_append(XLA_FFI_CallFrame*);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_flash_decode, [](auto... args) { return decode_on_host(args...); },
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_flash_decode,
+                              [](auto... args) { return decode_on_host(args...); },
                               JF_BIND_DECODE(ffi::Ffi::Bind()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_flash_append, [](auto... args) { return append_on_host(args...); },
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_flash_append,
+                              [](auto... args) { return append_on_host(args...); },
                               JF_BIND_APPEND(ffi::Ffi::Bind()));

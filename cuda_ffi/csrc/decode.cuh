@@ -2,18 +2,18 @@
 //
 //   x = scale q k^T (+ alibi, soft cap), p = 2^(x log2 e - m), acc = sum p v, l = sum p
 //
-// All query rows that share a key/value head (its group of query heads times the new tokens) are one
-// tile, so every key and value is read once for 8 or 16 rows. Each warp works alone: it owns every
-// so-many-th chunk of 16 tokens and a ring of stages in shared memory that it fills itself, by TMA or
-// by cp.async, waits for itself, and computes on. There is no barrier of the block in the loop; the
-// warps merge at the end of each item.
+// All query rows that share a key/value head (its group of query heads times the new tokens) are
+// one tile, so every key and value is read once for 8 or 16 rows. Each warp works alone: it owns
+// every so-many-th chunk of 16 tokens and a ring of stages in shared memory that it fills itself,
+// by TMA or by cp.async, waits for itself, and computes on. There is no barrier of the block in the
+// loop; the warps merge at the end of each item.
 //
 // Operands are swapped: tokens are M (16) and query rows N (8 a tile), so one row of queries wastes
 // seven eighths of a product instead of fifteen sixteenths, and the softmax's sums run over the
 // registers of eight lanes. S^T becomes P^T by a transposition in registers (movmatrix).
 //
-// Constraints: head dims up to kDK and kDV in multiples of 8 (16 for an 8-bit cache), 16-byte aligned
-// strides. See schedule.cuh for the two ways to split, launch.cuh for who takes which.
+// Constraints: head dims up to kDK and kDV in multiples of 8 (16 for an 8-bit cache), 16-byte
+// aligned strides. See schedule.cuh for the two ways to split, launch.cuh for who takes which.
 #pragma once
 #include "consumer.cuh"
 #include "producer.cuh"

@@ -52,7 +52,8 @@ Status encode_map(const DecodeParams& p, const KvView& view, int dim, CUtensorMa
                                              : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   const CUresult result = encode(map, type, 5, (void*)view.data, extents, strides, box, steps,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return {"cuTensorMapEncodeTiled", "it refused the cache's layout"};
   return {};
 }

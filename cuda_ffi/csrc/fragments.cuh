@@ -1,9 +1,9 @@
 // From a stage in shared memory to the A operands of mma.m16n8k16, for 16-bit and 8-bit caches.
 //
 // A stage holds 16 tokens in groups of 128 bytes of a row: group, token, then eight 16-byte pieces
-// whose order is XORed with the token (what TMA calls the 128-byte swizzle), so that ldmatrix meets no
-// bank twice. Keys are read as rows (tokens are M, head elements K), values transposed (head elements
-// are M, tokens K).
+// whose order is XORed with the token (what TMA calls the 128-byte swizzle), so that ldmatrix meets
+// no bank twice. Keys are read as rows (tokens are M, head elements K), values transposed (head
+// elements are M, tokens K).
 //
 // 8-bit numbers become fp16, exactly, on the way. A register of ldmatrix then holds two 16-bit
 // operands, which permutes elements inside each block of 16:

@@ -1,4 +1,5 @@
-// The compiled kernels: one object file for each type of query, type of cache and class of head dims.
+// The compiled kernels: one object file for each type of query, type of cache and class of head
+// dims.
 #pragma once
 #include "params.h"
 

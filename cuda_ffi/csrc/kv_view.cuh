@@ -40,8 +40,8 @@ JF_DEVICE Span visible_to_any(const DecodeParams& p, int length) {
   return {first.begin / kChunk * kChunk, max(last.end, 0)};
 }
 
-// The page that holds a token, or -1 where the table names none. To be followed only for tokens below
-// the length: entries beyond it may hold anything.
+// The page that holds a token, or -1 where the table names none. To be followed only for tokens
+// below the length: entries beyond it may hold anything.
 JF_DEVICE int page_id(const DecodeParams& p, int b, int token) {
   if (p.block_tables == nullptr) return b;
   const int column = page_of(p, token);

@@ -196,7 +196,9 @@ template <class T, class KV, int DK, int DV>
 Status decode_class(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
   // Two tiles where their accumulators fit into registers, and into shared memory beside the ring.
   if constexpr (DK < 192 || (DK == 192 && sizeof(KV) == 2)) {
-    if (p.rows() > 8 && device.smem_bytes > 128 * 1024) return decode_tiles<T, KV, DK, DV, 2>(p, device, stream);
+    if (p.rows() > 8 && device.smem_bytes > 128 * 1024) {
+      return decode_tiles<T, KV, DK, DV, 2>(p, device, stream);
+    }
   }
   return decode_tiles<T, KV, DK, DV, 1>(p, device, stream);
 }

@@ -22,7 +22,8 @@ inline int size_of(DType type) {
 struct KvView {
   const void* data;
   int64_t page_stride, token_stride, head_stride;
-  // What the elements are multiplied by, fp32; null is 1. A stride is 0 where one number serves all.
+  // What the elements are multiplied by, fp32; null is 1. A stride is 0 where one number serves
+  // all.
   const float* scale;
   int64_t scale_page_stride, scale_token_stride, scale_head_stride;
 

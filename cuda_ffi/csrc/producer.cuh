@@ -1,6 +1,6 @@
-// How the stages of one warp are filled: by TMA, 16 tokens of a page at a time, or by a gather of 16-byte
-// pieces with cp.async for any page size and head dim. The producer runs kStages chunks ahead of the
-// consumer, over the same segments.
+// How the stages of one warp are filled: by TMA, 16 tokens of a page at a time, or by a gather of
+// 16-byte pieces with cp.async for any page size and head dim. The producer runs kStages chunks
+// ahead of the consumer, over the same segments.
 #pragma once
 #include "config.cuh"
 

@@ -6,10 +6,10 @@
 //
 // Equal ranges (balanced): all chunks of all items, one after another, are cut into as many equal
 // ranges as there are blocks (those of other tiles of query rows beside them, so that L2 serves all
-// but the first). Lengths are read here, on the device, so any skew is balanced and no
-// length is known on the host. An item inside one range is written at once; each part of a cut one
-// goes to a slot of the workspace, and combine.cuh merges the parts in order. A block has at most two
-// cut items: its first (slot 0) and its last (slot 1).
+// but the first). Lengths are read here, on the device, so any skew is balanced and no length is
+// known on the host. An item inside one range is written at once; each part of a cut one goes to a
+// slot of the workspace, and combine.cuh merges the parts in order. A block has at most two cut
+// items: its first (slot 0) and its last (slot 1).
 #pragma once
 #include "kv_view.cuh"
 
