@@ -7,17 +7,19 @@ not, is
     a prompt longer than the context    keeps its last `context_length` tokens
     a window that outgrows the context  keeps its last `context_length // 2`, at new positions
 
-so a cache is rebuilt once per half context, and both paths see the same windows and say the same.
+so keys and values are computed again once per half context. The serving engine (`models.engine`)
+does the work, here for one text; `--no-cache` is the plain loop of full passes that it must equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from flax import nnx
 from models import sampling
 from models.checkpoint import Loaded, load_model
 from models.data import CharTokenizer
+from models.engine import Engine, EngineConfig, SamplingParams
 from models.minigpt import MiniGPT
 
 RUNS = Path("runs")
@@ -38,7 +41,7 @@ def generate_tokens(
     model: MiniGPT,
     tokens: Sequence[int],
     max_new_tokens: int,
-    key: jax.Array,
+    seed: int = 0,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -51,7 +54,7 @@ def generate_tokens(
         model: the model.
         tokens: ids of the prompt, at least one; only its last `context_length` are seen.
         max_new_tokens: how many to generate; 0 yields none.
-        key: `jax.random` key. Token i is drawn with `fold_in(key, i)`, cached or not.
+        seed: in [0, 2**32). Token i is drawn with `fold_in(key(seed), i)`, cached or not.
         temperature: see `sampling.sample`.
         top_k: see `sampling.sample`.
         top_p: see `sampling.sample`.
@@ -70,11 +73,9 @@ def generate_tokens(
             raise ValueError(f"token id {token} is outside [0, vocab_size = {config.vocab_size})")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
-    settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    logits = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
-    jax.eval_shape(functools.partial(sampling.sample, **settings), key, logits)
-    settings = {name: _as_setting(value) for name, value in settings.items()}
-    return _generate(model, tokens, max_new_tokens, key, settings, use_cache)
+    params = SamplingParams(1, temperature, top_k, top_p, seed)
+    continuation = _cached if use_cache else _uncached
+    return _generate(continuation(model, params), tokens, max_new_tokens, config.context_length)
 
 
 def generate_text(
@@ -87,71 +88,86 @@ def generate_text(
 ) -> Iterator[str]:
     """`generate_tokens` in characters. An empty prompt starts from `tokenizer.start_token`."""
     tokens = tokenizer.encode(prompt).tolist() or [tokenizer.start_token]
-    new = generate_tokens(model, tokens, max_new_tokens, jax.random.key(seed), **options)
+    new = generate_tokens(model, tokens, max_new_tokens, seed, **options)
     return (tokenizer.decode([token]) for token in new)
 
 
+# How a window of at most `context_length` tokens goes on: (window, tokens to draw, draws so far).
+Continuation = Callable[[list[int], int, int], Iterator[int]]
+
+
 def _generate(
-    model: MiniGPT,
-    tokens: list[int],
-    max_new_tokens: int,
-    key: jax.Array,
-    settings: dict[str, Any],
-    use_cache: bool,
+    continuation: Continuation, tokens: list[int], max_new_tokens: int, context: int
 ) -> Iterator[int]:
-    context = model.config.context_length
-    graph, params = nnx.split(model)
-    window = tokens[-context:]
-    caches = None
-    for index in range(max_new_tokens):
+    window, drawn = tokens[-context:], 0
+    while drawn < max_new_tokens:
         if len(window) > context:
             window = window[-max(context // 2, 1) :]
-            caches = None
-        if caches is not None:
-            newest = jnp.asarray([window[-1:]], jnp.int32)
-            logits, caches = _decode(graph, params, newest, caches)
-        else:
-            padded = np.zeros((1, context), np.int32)
+        count = min(max_new_tokens - drawn, context + 1 - len(window))
+        for token in continuation(window, count, drawn):
+            if token < 0:
+                raise FloatingPointError(
+                    "the model's logits are not finite: its parameters are broken"
+                )
+            window = [*window, token]
+            drawn += 1
+            yield token
+
+
+def _cached(model: MiniGPT, params: SamplingParams) -> Continuation:
+    """By the serving engine, for one text at a time."""
+    prefill = 1 << (model.config.context_length - 1).bit_length()  # one shape for every window
+    config = EngineConfig(
+        max_batch_size=1,
+        max_prefill_tokens=prefill,
+        min_prefill_tokens=prefill,
+        reuse_prefixes=False,
+        max_waiting=1,
+    )
+    engine = Engine(model, config)
+
+    def go_on(window: list[int], count: int, drawn: int) -> Iterator[int]:
+        here = dataclasses.replace(params, max_new_tokens=count, first_draw=drawn)
+        return (output.token for output in engine.stream(window, here))
+
+    return go_on
+
+
+def _uncached(model: MiniGPT, params: SamplingParams) -> Continuation:
+    """By a full pass over the window for every token."""
+    graph, parameters = nnx.split(model)
+    settings = {
+        "temperature": jnp.asarray([params.temperature], jnp.float32),
+        "top_k": jnp.asarray([min(params.top_k or 0, model.config.vocab_size)], jnp.int32),
+        "top_p": jnp.asarray([1.0 if params.top_p is None else params.top_p], jnp.float32),
+    }
+
+    def go_on(window: list[int], count: int, drawn: int) -> Iterator[int]:
+        padded = np.zeros((1, model.config.context_length), np.int32)
+        for index in range(drawn, drawn + count):
             padded[0, : len(window)] = window
-            prefill = _prefill if use_cache else _forward
-            logits, caches = prefill(graph, params, padded, np.asarray([len(window)], np.int32))
-        token = int(_draw(jax.random.fold_in(key, index), logits, **settings))
-        if token < 0:
-            raise FloatingPointError("the model's logits are not finite: its parameters are broken")
-        window.append(token)
-        yield token
+            length = np.asarray([len(window)], np.int32)
+            seed, place = np.asarray([params.seed], np.uint32), np.asarray([index], np.int32)
+            token = int(_pass(graph, parameters, padded, length, seed, place, settings)[0])
+            window = [*window, token]
+            yield token
+
+    return go_on
 
 
 @functools.partial(jax.jit, static_argnames="graph")
-def _forward(graph: Any, params: Any, tokens: jax.Array, length: jax.Array) -> tuple[Any, Any]:
-    """Logits `[V]` after the first `length` of the padded tokens `[1, T]`, and no cache."""
-    logits = nnx.merge(graph, params)(tokens)
-    return logits[0, length[0] - 1], None
-
-
-@functools.partial(jax.jit, static_argnames="graph")
-def _prefill(graph: Any, params: Any, tokens: jax.Array, length: jax.Array) -> tuple[Any, Any]:
-    """`_forward`, and caches that hold those tokens."""
-    model = nnx.merge(graph, params)
-    logits, caches = model(tokens, caches=model.init_caches(1), new_lengths=length)
-    return logits[0, length[0] - 1], caches
-
-
-@functools.partial(jax.jit, static_argnames="graph", donate_argnames="caches")
-def _decode(graph: Any, params: Any, token: jax.Array, caches: Any) -> tuple[Any, Any]:
-    """Logits `[V]` after one more token `[1, 1]`, and the caches with it, updated in place."""
-    logits, caches = nnx.merge(graph, params)(token, caches=caches)
-    return logits[0, -1], caches
-
-
-_draw = jax.jit(sampling.sample)
-
-
-def _as_setting(value: float | None) -> np.ndarray | None:
-    """Traced rather than static, so that a new temperature does not compile again."""
-    if value is None:
-        return None
-    return np.asarray(value, np.int32 if isinstance(value, int) else np.float32)
+def _pass(
+    graph: Any,
+    params: Any,
+    tokens: jax.Array,
+    length: jax.Array,
+    seed: jax.Array,
+    index: jax.Array,
+    settings: dict[str, jax.Array],
+) -> jax.Array:
+    """Draws the token after the first `length` of the padded tokens `[1, T]`: int32 `[1]`."""
+    logits = nnx.merge(graph, params)(tokens, logits_at=length - 1)
+    return sampling.sample_rows(seed, index, logits, **settings)
 
 
 def newest_run(runs: Path = RUNS) -> Path:

@@ -20,7 +20,7 @@ from tests.serving import (
 )
 
 SMALL = EngineConfig(
-    max_batch_size=4, page_size=4, max_prefill_tokens=16, min_prefill_tokens=4, max_waiting=64
+    max_batch_size=4, page_size=4, max_prefill_tokens=16, min_prefill_tokens=8, max_waiting=64
 )
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0)
 LENGTHS = (1, 3, 4, 5, 8, 17, 33, 40)
@@ -48,10 +48,9 @@ def run(engine, limit=1000):
     "options",
     [
         {},
-        {"page_size": 1, "reuse_prefixes": False},
-        {"page_size": 16, "max_prefill_tokens": 64, "min_prefill_tokens": 8},
-        {"max_batch_size": 3, "page_size": 5, "max_prefill_tokens": 4},
-        {"max_batch_size": 1, "max_prefill_tokens": 64, "min_prefill_tokens": 64},
+        {"page_size": 1, "reuse_prefixes": False, "max_batch_size": 2, "max_prefill_tokens": 8},
+        {"page_size": 16, "max_batch_size": 2, "max_prefill_tokens": 64, "min_prefill_tokens": 64},
+        {"page_size": 5, "max_batch_size": 3, "max_prefill_tokens": 4, "min_prefill_tokens": 4},
     ],
     ids=str,
 )
@@ -70,9 +69,8 @@ def test_learned_positions_and_all_heads_work_too():
     config = dataclasses.replace(CONFIG, position="learned", num_kv_heads=None, num_layers=1)
     model = make_model(config)
     prompts = [prompt_of(length) for length in (1, 7, 30)]
-    for prompt, (completion,) in zip(
-        prompts, make_engine(model).generate(prompts, GREEDY), strict=True
-    ):
+    engine = make_engine(model, max_batch_size=2, max_prefill_tokens=8)
+    for prompt, (completion,) in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
         assert completion.tokens == greedy_tokens(prompt, 8, model)
 
 
@@ -156,7 +154,7 @@ def test_forks_survive_a_parent_that_is_cancelled_or_thrown_out():
 
 def test_many_requests_that_come_and_go_at_random_leave_no_page_behind():
     rng = np.random.default_rng(0)
-    engine = make_engine(num_pages=24)
+    engine = make_engine(num_pages=14)
     shared, expected, tokens, cancelled = prompt_of(8), {}, collections.defaultdict(list), set()
     arrivals = collections.Counter(rng.integers(0, 40, 16).tolist())
     for time in range(2000):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import checkpoint, generate
+from models import checkpoint, generate, step
 from models.data import CharTokenizer
 from models.generate import generate_text, generate_tokens
 from models.minigpt import MiniGPT, MiniGPTConfig
@@ -96,9 +96,9 @@ def test_text_arrives_while_it_is_made():
 
 def test_new_settings_do_not_compile_again():
     run("abc", 2, temperature=0.5, top_k=3)
-    before = generate._draw._cache_size(), generate._decode._cache_size()
+    before = step.run._cache_size()
     run("abcd", 2, temperature=0.7, top_k=4, seed=5)
-    assert (generate._draw._cache_size(), generate._decode._cache_size()) == before
+    assert step.run._cache_size() == before
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,14 @@ def test_new_settings_do_not_compile_again():
         ([0, 10], {}, r"token id 10 is outside \[0, vocab_size = 10\)"),
         ([-1], {}, "token id -1 is outside"),
         ([0], {"max_new_tokens": -1}, "max_new_tokens must be at least 0"),
+        ([0], {"seed": -1}, "seed must be"),
         ([0], {"temperature": -1.0}, "temperature must be"),
         ([0], {"top_k": -1}, "top_k must be"),
         ([0], {"top_p": float("nan")}, "top_p must be"),
     ],
 )
 def test_bad_arguments_are_refused_at_the_call_not_at_the_first_token(tokens, options, message):
-    options = {"max_new_tokens": 3, "key": jax.random.key(0), **options}
+    options = {"max_new_tokens": 3, **options}
     with pytest.raises(ValueError, match=message):
         generate_tokens(make(), tokens, **options)
 
