@@ -6,21 +6,24 @@ tiles: between blocks, adding to dQ is atomic on a GPU and would be a race in in
 """
 
 import functools
+import subprocess
+import sys
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash import backends, dot_product_attention, ragged_attention, reference
 from jax_flash.mask import Mask
 from jax_flash.spec import Device
 from pallas_kernels import backend, schedule
-from pallas_kernels import backward as kernel
-from pallas_kernels import forward as forward_kernel
+from pallas_kernels import backward_config as kernel_config
+from pallas_kernels.backward_body import Kernel
 from tests import oracle64
+from tests.conftest import ROOT
 
 HOPPER = Device("gpu", "9.0", "NVIDIA H200")
 WITH_RACES = plgpu.InterpretGPUParams(detect_races=True)
@@ -157,3 +160,292 @@ def test_float16(interpreted):
     do, dlse = cotangents(q, v)
     want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, is_causal=True)
     check(run(q, k, v, do, dlse, is_causal=True), want)
+
+
+CONFIGS = {
+    "a branch at edges": kernel_config.BackwardConfig(split_edges=False),
+    "out of turn": kernel_config.BackwardConfig(take_turns=False, ds_buffers=3, head_group=2),
+    "128 queries": kernel_config.BackwardConfig(block_q=128),
+    "two parts": kernel_config.BackwardConfig(block_q=128, parts=2, q_stages=1, do_stages=3),
+    "own gradients": kernel_config.BackwardConfig(
+        own_gradients=True, ds_buffers=1, q_stages=1, dq_columns=32, split_edges=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_option(name, interpreted):
+    config = CONFIGS[name]
+    interpreted(config=config)
+    # With 64 queries in a tile the layout of own keys halves dQ's columns, into 64 at least.
+    q, k, v = qkv(1, 140, 200, 2, 1, 64 if config.splits_rows else 128)
+    do, dlse = cotangents(q, v)
+    keywords = {"is_causal": True, "q_offset": 50}
+    window = (90, 3)
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, window=window, **keywords)
+    check(run(q, k, v, do, dlse, local_window_size=window, **keywords), want)
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_deterministic_sums_add_up(d, interpreted):
+    """The same sums in one order; on a GPU also the same bits."""
+    if not ON_GPU:
+        interpreted(num_blocks=3)  # three tiles of different slabs or heads at a time: no race
+    q, k, v = qkv(1, 140, 300, 4, 2, d)
+    do, dlse = cotangents(q, v)
+    keywords = {"is_causal": True, "q_offset": 160}
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **keywords)
+    first = run(q, k, v, do, dlse, deterministic=True, **keywords)
+    check(first, want)
+    if ON_GPU:
+        for again in (run(q, k, v, do, dlse, deterministic=True, **keywords) for _ in range(20)):
+            for one, other in zip(first, again, strict=True):
+                assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize("window", [None, (30, 0)])
+def test_ragged(window, interpreted):
+    cu_q, cu_k = i32(0, 50, 50, 51, 120, 128), i32(0, 70, 80, 81, 81, 140)
+    q, k, v = (x[0] for x in qkv(1, 135, 150, 2, 1, 64))
+    do, dlse = cotangents(q, v)
+    clean = q.copy(), k.copy(), v.copy()
+    q[128:] = np.nan  # queries of no sequence
+    k[140:], v[140:] = np.nan, np.inf
+    k[70:80], v[70:80] = np.inf, np.nan  # keys of a sequence without queries
+    terms = {"is_causal": True, "window": window}
+    want = oracle64.ragged_attention_grads(*clean, do=do, dlse=dlse, cu_q=cu_q, cu_k=cu_k, **terms)
+    got = run(
+        q, k, v, do, dlse, ragged_attention, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, is_causal=True,
+        local_window_size=window,
+    )  # fmt: skip
+    check(got, want)
+    assert not np.asarray(got[0], np.float32)[128:].any()
+    for gradient in got[1:]:
+        assert not np.asarray(gradient, np.float32)[70:80].any()
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("filling", [np.nan, np.inf, 3e38])
+def test_hidden_keys_and_values_may_be_anything(d, filling, interpreted):
+    """Those that no query sees, beside visible ones of the same tile."""
+    q, k, v = qkv(2, 100, 150, 1, 1, d)
+    do, dlse = cotangents(q, v)
+    lengths = i32(90, 130)
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, kv_lengths=lengths)
+    for batch, length in enumerate(lengths):
+        k[batch, length:], v[batch, length:] = filling, -filling
+    got = run(q, k, v, do, dlse, key_value_seq_lengths=lengths)
+    check(got, want)
+    for gradient in got[1:]:
+        for batch, length in enumerate(lengths):
+            assert not np.asarray(gradient, np.float32)[batch, length:].any()
+
+
+def test_empty_queries_may_be_nan(interpreted):
+    q, k, v = qkv(1, 100, 64, 1, 1, 64)
+    do, dlse = cotangents(q, v)
+    keywords = {"is_causal": True, "q_offset": -30}
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **keywords)
+    q[:, :30] = np.nan
+    check(run(q, k, v, do, dlse, **keywords), want)
+
+
+@pytest.mark.parametrize("zero", ["batch", "tq", "tk", "dv"])
+def test_zero_sizes(zero, interpreted):
+    sizes = {"batch": 1, "tq": 9, "tk": 9, "hq": 1, "hk": 1, "d": 64, "dv": 64} | {zero: 0}
+    batch, tq, tk, hq, hk, d, dv = sizes.values()
+    q, k, v = rand(0, batch, tq, hq, d), rand(1, batch, tk, hk, d), rand(2, batch, tk, hk, dv)
+    do, dlse = cotangents(q, v)
+    got = run(q, k, v, do, dlse)
+    assert [x.shape for x in got] == [q.shape, k.shape, v.shape]
+    assert np.asarray(got[0], np.float32).any() == (zero == "dv")  # through the log-sum-exp
+
+
+def test_zero_cotangents_give_zero(interpreted):
+    q, k, v = qkv(1, 70, 70, 1, 1, 128)
+    do, dlse = cotangents(q, v)
+    for gradient in run(q, k, v, np.zeros_like(do), np.zeros_like(dlse), is_causal=True):
+        assert not np.asarray(gradient, np.float32).any()
+
+
+def test_transforms_launch_the_kernel(interpreted):
+    """Under vmap, scan and remat the gradients are those of a plain call."""
+    q, k, v = qkv(2, 64, 64, 1, 1, 64)
+
+    def loss(q, k, v):
+        out = dot_product_attention(q, k, v, implementation="mosaic", is_causal=True)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    want = jax.jit(gradient)(q, k, v)
+    mapped = jax.jit(jax.vmap(gradient))(q[:, None], k[:, None], v[:, None])
+    _, scanned = jax.jit(
+        lambda *x: jax.lax.scan(
+            lambda _, x: (None, jax.grad(jax.remat(loss), (0, 1, 2))(*x)), None, x
+        )
+    )(q[:, None], k[:, None], v[:, None])
+    for plain, *others in zip(want, mapped, scanned, strict=True):
+        for other in others:
+            np.testing.assert_array_equal(plain, other[:, 0])
+
+
+WAITS = {
+    "own keys": ["q_full", "do_full", "q_empty", "do_empty", "ds_full", "ds_empty", "k_full"],
+    "own gradients": ["q_full", "do_full", "p_full", "p_empty", "ds_full", "ds_empty", "v_full"],
+}
+MUTATIONS = [(layout, name) for layout, names in WAITS.items() for name in [*names, "meeting"]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="interpret mode runs on the CPU")
+@pytest.mark.parametrize(("layout", "barrier"), MUTATIONS)
+def test_a_removed_barrier_is_caught(layout, barrier):
+    """By race detection, by an error of the interpreter, or because everything then waits."""
+    assert is_caught(layout, barrier)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="interpret mode runs on the CPU")
+@pytest.mark.parametrize("layout", WAITS)
+def test_nothing_is_caught_where_nothing_is_removed(layout):
+    assert not is_caught(layout, "none")
+
+
+def is_caught(layout, barrier, seconds=100):
+    """Runs the kernel without a barrier in a process of its own, which may hang."""
+    command = [sys.executable, "-u", "-m", "tests.test_pallas_backward", layout, barrier]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
+        try:
+            for line in process.stdout:
+                if "RACE DETECTED" in line:
+                    process.kill()
+                    return True
+            return process.wait() != 0
+        finally:
+            timer.cancel()
+
+
+def run_without(layout, barrier):
+    """What :func:`is_caught` runs; wrong gradients are an error too."""
+    intact = Kernel.wait
+
+    def wait(self, name, slot=0):
+        if name != barrier:
+            intact(self, name, slot)
+
+    Kernel.wait = wait
+    if barrier == "meeting":
+        Kernel.meet = lambda self: None
+    config = kernel_config.BackwardConfig(
+        own_gradients=layout == "own gradients", q_stages=1, do_stages=1, ds_buffers=1
+    )
+    options = {"config": config, "interpret": WITH_RACES, "num_blocks": 1}
+    backend.backward = functools.partial(backend.differentiate, **options)
+    backend.forward = reference.forward
+    backends.device_of = lambda *_: HOPPER
+    q, k, v = qkv(1, 192, 256, 1, 1, 128)
+    do, dlse = cotangents(q, v)
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse)
+    check(run(q, k, v, do, dlse), want)
+
+
+MASKS = {
+    "full": Mask(),
+    "causal": Mask(is_causal=True),
+    "offset": Mask(is_causal=True, q_offset=37),
+    "early": Mask(is_causal=True, q_offset=-90),
+    "window": Mask(window=(50, 20)),
+    "causal window": Mask(is_causal=True, window=(100, 0), q_offset=60),
+    "lengths": Mask(kv_ends=jnp.array([[0], [150]], jnp.int32)),
+    "q lengths": Mask(is_causal=True, q_lengths=jnp.array([70, 1], jnp.int32)),
+    "out of order": Mask(kv_ends=jnp.array([[230, 5] * 100], jnp.int32)),
+    "segments": Mask(
+        q_segments=jnp.array([[0] * 100 + [1] * 100]),
+        kv_segments=jnp.array([[0] * 130 + [1] * 100]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_ranges_hold_what_keys_are_seen_by(name):
+    """What a range leaves out does not see the key tile; what it calls full sees all of it."""
+    mask, q_len, kv_len, block_q, block_kv = MASKS[name], 200, 230, 32, 64
+    ranges, edges = schedule.find_query_ranges(mask, q_len, kv_len, block_q, block_kv)
+    lo, full_lo, full_hi, hi = map(np.asarray, ranges)
+    array = mask.to_array(q_len, kv_len)
+    visible = np.ones((1, 1, q_len, kv_len), bool) if array is None else np.asarray(array)
+    visible = np.broadcast_to(visible[:, 0], (lo.shape[0], q_len, kv_len))
+    assert ((lo <= full_lo) & (full_lo <= full_hi) & (full_hi <= hi)).all()
+    assert edges.leading or (lo == full_lo).all()
+    assert edges.trailing or (full_hi == hi).all()
+    for b, tile in np.ndindex(lo.shape):
+        keys = slice(tile * block_kv, (tile + 1) * block_kv)
+        seeing = np.flatnonzero(visible[b, :, keys].any(axis=1)) // block_q
+        assert ((lo[b, tile] <= seeing) & (seeing < hi[b, tile])).all()
+        rows = slice(full_lo[b, tile] * block_q, full_hi[b, tile] * block_q)
+        empty = ~visible[b, rows].any(axis=1, keepdims=True)
+        assert (visible[b, rows, keys] | empty).all()
+        if rows.start < rows.stop:
+            assert keys.stop <= kv_len
+    if name == "causal":
+        np.testing.assert_array_equal(lo[0], [0, 2, 4, 6])
+        np.testing.assert_array_equal(full_lo[0], [2, 4, 6, 7])
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("slabs", [0, 1, 3])
+def test_schedule_has_every_key_tile_once(static, slabs):
+    mask = Mask(is_causal=True)
+    if not static:
+        mask = Mask(is_causal=True, q_offsets=jnp.zeros((1, 1), jnp.int32))
+    batch, heads, blocks, num_tiles = 2, 3, 4, 8
+    ranges, _ = schedule.find_query_ranges(mask, 1000, 1000, 64, 128)
+    if slabs:
+        words = np.asarray(schedule.make_in_rounds(ranges, batch, heads, blocks, slabs))
+        for round_words in words:
+            used = round_words[..., :2].reshape(-1, 2)
+            used = [(tile % slabs, head) for tile, head in used.tolist() if tile >= 0]
+            assert len(used) == len(set(used)), "two tiles of a round add to the same place"
+    else:
+        words = np.asarray(schedule.make_for_keys(ranges, batch, heads, blocks, 2))[None]
+    assert (words[:, :, -1, 0] == -1).all()
+    seen = words.reshape(-1, 6)
+    seen = seen[seen[:, 0] >= 0]
+    assert len(seen) == num_tiles * batch * heads
+    assert len(np.unique(seen[:, :2], axis=0)) == len(seen)
+    for tile, _, *found in seen.tolist():
+        assert found == [int(np.asarray(x)[0, tile]) for x in ranges]
+    if static and not slabs:
+        loads = np.where(words[..., 0] >= 0, words[..., 5] - words[..., 2], 0).sum(axis=2)
+        assert loads.max() <= loads.mean() * 1.15
+
+
+def test_configs_ask_for_no_more_than_there_is():
+    with pytest.raises(ValueError, match="consumer_registers=248"):
+        kernel_config.BackwardConfig(consumer_registers=248)
+    with pytest.raises(ValueError, match="block_q=128"):
+        kernel_config.BackwardConfig(own_gradients=True, block_q=128)
+    with pytest.raises(ValueError, match="parts=4"):
+        kernel_config.BackwardConfig(block_q=128, parts=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_twenty_runs_agree(d, interpreted):
+    """dk and dv bit for bit; dq to its last bits, which depend on the order of sums."""
+    q, k, v = qkv(2, 1000, 1000, 8, 4, d)
+    do, dlse = cotangents(q, v)
+    first = [np.asarray(x, np.float32) for x in run(q, k, v, do, dlse, is_causal=True)]
+    for _ in range(20):
+        again = [np.asarray(x, np.float32) for x in run(q, k, v, do, dlse, is_causal=True)]
+        assert first[1].tobytes() == again[1].tobytes()
+        assert first[2].tobytes() == again[2].tobytes()
+        assert np.linalg.norm(first[0] - again[0]) <= 1e-3 * np.linalg.norm(first[0])
+
+
+if __name__ == "__main__":
+    run_without(*sys.argv[1:])
