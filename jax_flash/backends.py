@@ -243,11 +243,20 @@ def append(
 ) -> tuple[Array, Array]:
     """Scatters tokens into pools, by a kernel where there is one; see :func:`jax_flash.append_kv`.
 
-    The kernel has the derivative of the plain scatter, and under vmap gives way to it.
+    The kernel has the derivative of the plain scatter, and under vmap gives way to it. On a mesh
+    with explicit axes the pools stay sharded as they are.
     """
     arrays = (key_pages, value_pages, new_key, new_value, slots)
+    run = functools.partial(_append, page_layout=page_layout)
+    pools = tuple(jax.typeof(x).sharding for x in arrays[:2])
+    if jax.sharding.AxisType.Explicit in pools[0].mesh.axis_types:
+        run = jax.sharding.auto_axes(run, out_sharding=pools)
+    return run(*arrays)
+
+
+def _append(*arrays: Array, page_layout: str) -> tuple[Array, Array]:
     scatter = functools.partial(_module("xla").append, page_layout=page_layout)
-    device = device_of(key_pages)
+    device = device_of(arrays[0])
     if device.platform != "gpu" and "cuda" in _NEEDS_GPU:
         return scatter(*arrays)
     kernels: Any = load("cuda")

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cuda_ffi import library
-from jax_flash import append_kv, decode_attention, paged_attention
+from jax_flash import append_kv, backends, decode_attention, paged_attention
 from tests.test_cuda_decode import REASON, as_if_the_cpu_had_it
 from tests.test_decode import NAN, cache, into_pages
 from tests.tolerance import bits, rand
@@ -230,6 +230,21 @@ def test_append_to_pools_cut_by_heads_gathers_and_copies_nothing(mesh, layout):
     got = donating(*pools, *tokens, slots)
     assert bits(list(got)) == bits(list(want))
     assert got[0].sharding.spec == PartitionSpec(*where)
+
+
+@pytest.mark.parametrize("implementation", ["cuda", "xla"])
+def test_pools_on_a_mesh_with_explicit_axes_stay_as_they_are(mesh, implementation, monkeypatch):
+    if implementation == "xla":
+        monkeypatch.setattr(backends, "_NEEDS_GPU", ("mosaic", "cuda", "cudnn"))
+    explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    pool, new = rand(8, 4, 4, 64, dtype="bfloat16"), rand(3, 4, 64, dtype="bfloat16")
+    slots = jnp.array([1, -1, 30], jnp.int32)
+    want = append_kv(pool, pool, new, new, slots)
+    with jax.set_mesh(explicit):
+        pool, new = placed(explicit, (pool, (None, "model")), (new, (None, "model")))
+        got = jax.jit(append_kv)(pool, pool, new, new, slots)
+    assert got[0].sharding.spec == PartitionSpec(None, "model", None, None)
+    assert bits(list(got)) == bits(list(want))
 
 
 def test_an_exported_call_is_the_call():
