@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 SERIALISED = ("C7512", "C7513", "C7514")
@@ -147,8 +147,45 @@ def _captured(action: Callable[[], Any]) -> tuple[str, Any]:
         return file.read().decode(errors="replace"), result
 
 
-def forward_cases() -> Iterator[tuple[str, Any, Any]]:
-    """Every configuration that the forward kernel ships: name, problem, config."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One launch to compile.
+
+    Attributes:
+        name: of the kernel and its problem.
+        function: launches the kernel.
+        args: of the function, as ShapeDtypeStructs.
+        config: the configuration.
+        scratch: shared memory and barriers, by name.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    config: Any
+    scratch: dict[str, Any]
+
+    def compile(self) -> Report:
+        """Compiles it."""
+        from pallas_kernels import tiles
+
+        return compile_kernel(
+            self.name,
+            self.function,
+            *self.args,
+            budget_bytes=self.config.spill_bytes,
+            smem_bytes=tiles.smem_bytes(self.scratch),
+        )
+
+
+def cases() -> Iterator[Case]:
+    """Every configuration that the kernels ship."""
+    yield from forward_cases()
+    yield from backward_cases()
+
+
+def _problems(dims: Iterable[tuple[int, int]]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Names, problems and the arrays q, k and v of all masks."""
     import jax
     import jax.numpy as jnp
 
@@ -164,13 +201,6 @@ def forward_cases() -> Iterator[tuple[str, Any, Any]]:
         "lengths": Mask(is_causal=True, kv_ends=lengths),
         "segments": Mask(is_causal=True, q_segments=segments, kv_segments=segments),
     }
-    dims = [(d, d) for d in config.HEAD_DIMS] + [
-        (192, 128),
-        (64, 256),
-        (256, 64),
-        (192, 256),
-        (256, 192),
-    ]
     for head_dim, value_dim in dims:
         for mask_name, mask in masks.items():
             for dtype in ("bfloat16", "float16"):
@@ -188,43 +218,48 @@ def forward_cases() -> Iterator[tuple[str, Any, Any]]:
                     scale=0.1,
                     mask=mask,
                 )
-                name = f"forward D{head_dim}/{value_dim} {mask_name} {dtype}"
-                yield name, problem, config.default_config(problem)
+                shapes = ((2048, 4, head_dim), (2048, 2, head_dim), (2048, 2, value_dim))
+                arrays = tuple(jax.ShapeDtypeStruct((2, *shape), dtype) for shape in shapes)
+                yield f"D{head_dim}/{value_dim} {mask_name} {dtype}", problem, arrays
 
 
-def forward_call(problem: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function that launches the forward kernel, and its arguments as ShapeDtypeStructs."""
-    import jax
-
-    from pallas_kernels import forward
-
-    def array(length: int, heads: int, dim: int) -> Any:
-        return jax.ShapeDtypeStruct((problem.batch, length, heads, dim), problem.dtype)
-
-    def run(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        return forward.attention_forward(problem, q, k, v, mask, config=config)
-
-    return run, (
-        array(problem.q_len, problem.num_q_heads, problem.head_dim),
-        array(problem.kv_len, problem.num_kv_heads, problem.head_dim),
-        array(problem.kv_len, problem.num_kv_heads, problem.value_dim),
-        problem.mask,
-    )
-
-
-def compile_forward(name: str, problem: Any, config: Any) -> Report:
-    """Compiles one case of :func:`forward_cases`."""
-    from pallas_kernels import forward, tiles
+def forward_cases() -> Iterator[Case]:
+    """Every configuration that the forward kernel ships."""
+    from pallas_kernels import config, forward
     from pallas_kernels.ops import Ops
 
-    function, args = forward_call(problem, config)
-    return compile_kernel(
-        name,
-        function,
-        *args,
-        budget_bytes=config.spill_bytes,
-        smem_bytes=tiles.smem_bytes(forward.scratch_tree(problem, config, Ops())),
-    )
+    unequal = [(192, 128), (64, 256), (256, 64), (192, 256), (256, 192)]
+    for name, problem, arrays in _problems([(d, d) for d in config.HEAD_DIMS] + unequal):
+        options = config.default_config(problem)
+        yield Case(
+            f"forward {name}",
+            functools.partial(forward.attention_forward, problem, config=options),
+            (*arrays, problem.mask),
+            options,
+            forward.scratch_tree(problem, options, Ops()),
+        )
+
+
+def backward_cases() -> Iterator[Case]:
+    """Every configuration that the backward kernel ships."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import backward, backward_body, backward_config
+    from pallas_kernels.ops import Ops
+
+    dims = [(64, 64), (128, 128), (128, 64), (192, 192), (192, 128), (256, 256)]
+    for name, problem, (q, k, v) in _problems(dims):
+        options = backward_config.default_config(problem)
+        do = jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), q.dtype)
+        rows = jax.ShapeDtypeStruct((2, 4, problem.q_len), jnp.float32)
+        yield Case(
+            f"backward {name}",
+            functools.partial(backward.attention_backward, problem, config=options),
+            (q, k, v, do, rows, rows, problem.mask),
+            options,
+            backward_body.scratch_tree(problem, options, Ops()),
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -241,15 +276,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{'kernel':<44} regs  spills/budget  smem     s")
     failures = 0
-    for name, problem, config in forward_cases():
-        if arguments.match not in name:
+    for case in cases():
+        if arguments.match not in case.name:
             continue
-        report = compile_forward(name, problem, config)
+        report = case.compile()
         failures += not report.passed
         print(
-            f"{name:<44} {report.registers:>4} {report.spill_bytes:>7}/{report.budget_bytes:<6} "
-            f"{report.smem_bytes:>6} {report.compile_s:>5.1f} {' '.join(report.serialised)}"
-            f"{'' if report.passed else '  FAILED'}",
+            f"{case.name:<44} {report.registers:>4} {report.spill_bytes:>7}/"
+            f"{report.budget_bytes:<6} {report.smem_bytes:>6} {report.compile_s:>5.1f} "
+            f"{' '.join(report.serialised)}{'' if report.passed else '  FAILED'}",
             flush=True,
         )
     print(f"{failures} failed")

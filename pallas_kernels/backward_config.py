@@ -78,10 +78,14 @@ def default_config(problem: Problem) -> BackwardConfig:
     widest = max(problem.head_dim, problem.value_dim)
     # A branch spills less, unless only the first tiles are masked.
     split_edges = problem.mask.has_static_ranges and problem.mask.window is None
+    ids = problem.mask.q_segments is not None  # compared in the branch
     if widest <= 64:
-        return BackwardConfig(block_q=128, parts=2, split_edges=split_edges, spill_bytes=80)
+        spill_bytes = 160 if ids else 80
+        return BackwardConfig(
+            block_q=128, parts=2, split_edges=split_edges, spill_bytes=spill_bytes
+        )
     if widest <= 128:
-        return BackwardConfig(split_edges=split_edges, spill_bytes=48)
+        return BackwardConfig(split_edges=split_edges, spill_bytes=72 if ids else 48)
     if widest <= 192:
         return BackwardConfig(own_gradients=True, split_edges=split_edges)
     return BackwardConfig(own_gradients=True, do_stages=1, dq_columns=64, split_edges=split_edges)

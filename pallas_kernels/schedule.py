@@ -265,29 +265,19 @@ def find_query_ranges(
     Exact where intervals move forward with their rows, as those of causal masks, windows, lengths
     and packed sequences do; otherwise too many tiles may be visited and too few called full.
     """
-    start, end = mask.row_ranges(q_len, kv_len)
-    xp: Any = np if isinstance(start, np.ndarray) else jnp
-    num_q_tiles, num_kv_tiles = -(-q_len // block_q), -(-kv_len // block_kv)
-    sees = start < end
-
-    def by_tile(rows: Any, reduction: Any, neutral: int) -> Any:
-        """Reduces the rows of each query tile that see something."""
-        rows = xp.where(sees, rows, neutral)
-        rows = xp.pad(rows, ((0, 0), (0, -q_len % block_q)), constant_values=neutral)
-        return reduction(rows.reshape(rows.shape[0], num_q_tiles, block_q), axis=2)
-
+    num_kv_tiles = -(-kv_len // block_kv)
+    seen, full = _rows_by_tile(mask, q_len, kv_len, block_q, block_kv)
+    xp: Any = np if isinstance(seen[0], np.ndarray) else jnp
     # Running extremes are monotone, so a key tile's query tiles can be searched for.
-    first, past = 0, num_kv_tiles * block_kv
-    seen_lo = _running_min(by_tile(start, xp.min, past) // block_kv)
-    seen_hi = _running_max(-(-by_tile(end, xp.max, first) // block_kv))
-    full_lo = _running_max(-(-by_tile(start, xp.max, first) // block_kv))
-    full_hi = _running_min(by_tile(end, xp.min, past) // block_kv)
-    lo = _count_up_to(seen_hi, num_kv_tiles)
-    hi = xp.maximum(_count_up_to(seen_lo, num_kv_tiles), lo)
-    first_full = xp.clip(_count_up_to(full_hi, num_kv_tiles), lo, hi)
-    past_full = xp.clip(_count_up_to(full_lo, num_kv_tiles), first_full, hi)
-    if mask.q_segments is not None:
-        past_full = first_full
+    lo = _count_up_to(_running_max(seen[1]), num_kv_tiles)
+    hi = xp.maximum(_count_up_to(_running_min(seen[0]), num_kv_tiles), lo)
+    if mask.q_segments is None:
+        first_full = _count_up_to(_running_min(full[1]), num_kv_tiles)
+        past_full = _count_up_to(_running_max(full[0]), num_kv_tiles)
+    else:
+        first_full, past_full = _first_run(*full, num_kv_tiles)
+    first_full = xp.clip(first_full, lo, hi)
+    past_full = xp.clip(past_full, first_full, hi)
     # Keys past the end are read as zeros, which are no scores.
     cut_short = np.arange(num_kv_tiles) >= kv_len // block_kv
     past_full = xp.where(cut_short, first_full, past_full)
@@ -298,6 +288,40 @@ def find_query_ranges(
     if xp is jnp or lo.size == 0:
         return ranges, QueryEdges()
     return ranges, QueryEdges(bool((first_full > lo).any()), bool((past_full < hi).any()))
+
+
+def _rows_by_tile(
+    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """By query tile ``[B|1, num_q_tiles]``: key tiles that some rows see, and that all see."""
+    if mask.q_segments is not None:
+        ranges = mask.tile_ranges(q_len, kv_len, block_q, block_kv)
+        return (ranges.lo, ranges.hi), (ranges.full_lo, ranges.full_hi)
+    start, end = mask.row_ranges(q_len, kv_len)
+    xp: Any = np if isinstance(start, np.ndarray) else jnp
+    sees = start < end
+    past = -(-kv_len // block_kv) * block_kv
+
+    def by_tile(rows: Any, reduction: Any, neutral: int) -> Any:
+        """Reduces the rows of each tile; those that see nothing do not count."""
+        rows = xp.where(sees, rows, neutral)
+        rows = xp.pad(rows, ((0, 0), (0, -q_len % block_q)), constant_values=neutral)
+        return reduction(rows.reshape(rows.shape[0], -1, block_q), axis=2)
+
+    return (
+        (by_tile(start, xp.min, past) // block_kv, -(-by_tile(end, xp.max, 0) // block_kv)),
+        (-(-by_tile(start, xp.max, 0) // block_kv), by_tile(end, xp.min, past) // block_kv),
+    )
+
+
+def _first_run(full_lo: Array, full_hi: Array, num_kv_tiles: int) -> tuple[Array, Array]:
+    """The first run of query tiles for which a key tile is in ``[full_lo, full_hi)``."""
+    num_q_tiles = full_lo.shape[1]
+    q_tile = jnp.arange(num_q_tiles, dtype=jnp.int32)[:, None]
+    kv_tile = jnp.arange(num_kv_tiles, dtype=jnp.int32)
+    full = (full_lo[:, :, None] <= kv_tile) & (kv_tile < full_hi[:, :, None])
+    first = jnp.where(full, q_tile, num_q_tiles).min(axis=1)
+    return first, jnp.where(~full & (q_tile > first[:, None]), q_tile, num_q_tiles).min(axis=1)
 
 
 def _running_max(x: Any) -> Any:

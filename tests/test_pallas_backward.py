@@ -394,6 +394,9 @@ def test_ranges_hold_what_keys_are_seen_by(name):
     if name == "causal":
         np.testing.assert_array_equal(lo[0], [0, 2, 4, 6])
         np.testing.assert_array_equal(full_lo[0], [2, 4, 6, 7])
+    if name == "segments":
+        np.testing.assert_array_equal(hi[0], [4, 4, 7, 7])
+        np.testing.assert_array_equal(full_hi[0] - full_lo[0], [3, 3, 0, 0])
 
 
 @pytest.mark.parametrize("static", [True, False])
