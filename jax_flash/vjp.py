@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash import backends
+from jax_flash import backends, sharding
 from jax_flash.backends import UnsupportedError
 from jax_flash.spec import AttentionSpec, Gradients, Operands, Residuals, wide_dtype
 
@@ -126,9 +126,15 @@ def _forward(spec: AttentionSpec, name: str, operands: Operands) -> tuple[Array,
     """The forward kernel, with a vmap rule."""
     kernels: Any = backends.load(name)
 
+    def on_device(operands: Operands) -> tuple[Array, Array]:
+        return kernels.forward(spec.with_operands(operands), operands)
+
     @jax.custom_batching.custom_vmap
     def run(operands: Operands) -> tuple[Array, Array]:
-        return kernels.forward(spec, operands)
+        roles = (sharding.roles_of_operands(spec, operands),)
+        return sharding.partitioned(
+            on_device, spec, (operands,), roles, sharding.roles_of_results(spec)
+        )
 
     @run.def_vmap
     def rule(size: int, mapped: list[Any], operands: Operands) -> Any:
@@ -149,13 +155,26 @@ def _backward(
         kernel = getattr(backends.load(name), "backward", None)
         if kernel is None:
             return _derived_backward(spec, residuals, do, dlse)
-        grads = kernel(spec, residuals, do, delta(residuals, do, dlse))
-        floats = _split(residuals.operands)[0]
-        return Gradients(
-            *(
-                jnp.full_like(x, jnp.nan) if x is not None and gradient is None else gradient
-                for x, gradient in zip(floats, grads, strict=True)
+
+        def on_device(residuals: Residuals, do: Array, dlse: Array) -> Gradients:
+            local = spec.with_operands(residuals.operands)
+            grads = kernel(local, residuals, do, delta(residuals, do, dlse))
+            floats = _split(residuals.operands)[0]
+            return Gradients(
+                *(
+                    jnp.full_like(x, jnp.nan) if x is not None and gradient is None else gradient
+                    for x, gradient in zip(floats, grads, strict=True)
+                )
             )
+
+        operands = sharding.roles_of_operands(spec, residuals.operands)
+        results = sharding.roles_of_results(spec)
+        return sharding.partitioned(
+            on_device,
+            spec,
+            (residuals, do, dlse),
+            ((operands, *results), *results),
+            sharding.roles_of_gradients(spec),
         )
 
     @run.def_vmap
