@@ -26,7 +26,7 @@ MAX_NEW_TOKENS = 16
 MAX_HEAD_DIM = 256
 _CHUNK = 16  # tokens, csrc/kv_view.cuh
 _LAYOUTS = {None: 0, "NHD": 1, "HND": 2}  # csrc/call.h
-_KV_AXES = {None: "bsg", "NHD": "psg", "HND": "pgs"}  # see partition.py
+_POOL_AXES = {"NHD": "psg", "HND": "pgs"}  # see partition.py
 _MAX_RANGES = 320  # more than any GPU runs at once of the kernel that cuts items
 _TABLES_BATCH = 2048  # sequences whose chunk counts fit into shared memory beside the ring
 
@@ -84,31 +84,23 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
         _or_nothing(operands.k_scale),
         _or_nothing(operands.v_scale),
     )
-
-    def call(query: Array, *rest: Array) -> tuple[Array, Array]:
-        results = (
-            jax.ShapeDtypeStruct((*query.shape[:-1], spec.value_dim), spec.dtype),
-            jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32),
-            jax.ShapeDtypeStruct((_workspace_size(spec),), jnp.float32),
-        )
-        out, lse, _ = jax.ffi.ffi_call(library.DECODE, results)(
-            query,
-            *rest,
-            layout=np.int64(_LAYOUTS[spec.page_layout]),
-            scale=np.float32(spec.scale),
-            soft_cap=np.float32(spec.soft_cap or 0.0),
-            is_causal=np.bool_(mask.is_causal),
-            window_left=np.int64(min(window[0], MAX_OFFSET)),
-            window_right=np.int64(min(window[1], MAX_OFFSET)),
-            batch_invariant=np.bool_(spec.deterministic),
-        )
-        return out, lse
-
-    if jax.device_count() > 1:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-        group = spec.num_q_heads // spec.num_kv_heads
-        call = partition.decode(call, shapes, _KV_AXES[spec.page_layout], group)
-    return call(*arrays)
+    results = (
+        jax.ShapeDtypeStruct((*operands.query.shape[:-1], spec.value_dim), spec.dtype),
+        jax.ShapeDtypeStruct(operands.query.shape[:-1], jnp.float32),
+        jax.ShapeDtypeStruct((_workspace_size(spec),), jnp.float32),
+    )
+    # The third result is room for the parts of cut items: memory that XLA manages.
+    out, lse, _ = jax.ffi.ffi_call(library.DECODE, results)(
+        *arrays,
+        layout=np.int64(_LAYOUTS[spec.page_layout]),
+        scale=np.float32(spec.scale),
+        soft_cap=np.float32(spec.soft_cap or 0.0),
+        is_causal=np.bool_(mask.is_causal),
+        window_left=np.int64(min(window[0], MAX_OFFSET)),
+        window_right=np.int64(min(window[1], MAX_OFFSET)),
+        batch_invariant=np.bool_(spec.deterministic),
+    )
+    return out, lse
 
 
 def _or_nothing(x: Array | None, dtype: Any = np.float32) -> Array | np.ndarray:
@@ -167,5 +159,5 @@ def append(
         return tuple(run(*arrays, layout=np.int64(_LAYOUTS[page_layout])))
 
     if jax.device_count() > 1:
-        call = partition.append(call, _KV_AXES[page_layout])
+        call = partition.append(call, _POOL_AXES[page_layout])
     return call(key_pages, value_pages, new_key, new_value, slots)
