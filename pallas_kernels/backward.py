@@ -100,6 +100,8 @@ def attention_backward(
     )
     batch, num_heads, num_kv_tiles = problem.batch, problem.num_kv_heads, ranges.lo.shape[1]
     num_blocks = min(problem.num_blocks, batch * num_heads * num_kv_tiles)
+    if interpret is not None and not deterministic:
+        num_blocks = 1  # adding to dq is not atomic there
     surplus = -problem.q_len % config.block_q
     inputs = {}
     if not mask.has_static_ranges:
