@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jax_flash import BlockManager
 from models import scheduler as scheduling
@@ -203,7 +202,7 @@ class Engine:
         self.metrics = Metrics()
         self.compiled: set[tuple[int, int]] = set()
         self._tokenizer = tokenizer
-        self._graph, self._params = nnx.split(model)
+        self._graph, self._params = step.split(model)
         dtype = jnp.dtype(config.cache_dtype or model.config.dtype)
         self._state = step.init_state(
             model, config.max_batch_size, num_pages, config.page_size, dtype

@@ -27,6 +27,26 @@ from models.scheduler import Call
 FIELDS = ("start", "count", "slot", "target", "seed", "draw", "temperature", "top_k", "top_p")
 
 
+class Graph:
+    """The structure of a model, as a static argument that costs nothing to look up.
+
+    Hashing nnx's own takes longer than launching a step, so equal ones become one object here, and
+    that is compared by identity. Made by `split`.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+
+
+_graph = functools.lru_cache(maxsize=64)(Graph)
+
+
+def split(model: MiniGPT) -> tuple[Graph, Any]:
+    """`nnx.split` for `run`."""
+    graph, params = nnx.split(model)
+    return _graph(graph), params
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -87,13 +107,13 @@ def pack(call: Call, tables: list[Any], max_pages: int, num_slots: int) -> np.nd
 
 @functools.partial(jax.jit, static_argnames=("graph", "num_tokens"), donate_argnames="state")
 def run(
-    graph: Any, params: Any, state: State, packed: jax.Array, *, num_tokens: int
+    graph: Graph, params: Any, state: State, packed: jax.Array, *, num_tokens: int
 ) -> tuple[State, jax.Array]:
     """Computes a call.
 
     Args:
-        graph: of `nnx.split(model)`.
-        params: of `nnx.split(model)`.
+        graph: from `split`.
+        params: from `split`.
         state: donated.
         packed: from `pack`.
         num_tokens: T.
@@ -109,7 +129,7 @@ def run(
     newest = state.newest.at[field["slot"]].get(mode="fill", fill_value=0)
     tokens = jnp.where(tokens < 0, newest[:, None], tokens)
     caches = [cache.with_sequences(tables, field["start"]) for cache in state.caches]
-    logits, caches = nnx.merge(graph, params)(
+    logits, caches = nnx.merge(graph.graph, params)(
         tokens,
         caches=caches,
         new_lengths=field["count"],
