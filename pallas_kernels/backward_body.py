@@ -294,7 +294,12 @@ class Kernel:
         """Runs ``carry = step(i, masked, carry)``: in one loop, or in one for each kind of tile."""
 
         def loop(first: Any, last: Any, masked: Any, carry: Any) -> Any:
-            return lax.fori_loop(first, last, lambda i, carry: step(i, masked, carry), carry)
+            # From 0: an index that starts at what was read varies over shard_map's axes, and what
+            # the loop makes of it does not.
+            def body(i: Any, carry: Any) -> Any:
+                return step(first + i, masked, carry)
+
+            return lax.fori_loop(0, last - first, body, carry)
 
         if not self.edges.masked:
             return loop(tile.lo, tile.hi, False, carry)
@@ -307,9 +312,10 @@ class Kernel:
             return carry
 
         def branch(i: Any, carry: Any) -> Any:
+            i = tile.lo + i
             return step(i, (i < tile.full_lo) | (i >= tile.full_hi), carry)
 
-        return lax.fori_loop(tile.lo, tile.hi, branch, carry)
+        return lax.fori_loop(0, tile.hi - tile.lo, branch, carry)
 
     def accumulate(self, body: Callable[..., Any], names: Sequence[str], parts: int = 1) -> Any:
         """Runs ``body`` with fresh accumulators of this warpgroup, ``parts`` of each name."""
@@ -430,15 +436,14 @@ class Kernel:
             self.ops.reduce_store(staging, self.refs["dq"].at[at])
 
     def query_gradients(
-        self, ds_slot: Any, zero: Any, before: Callable[[], None], later: int
+        self, ds_slot: Any, zero: Any, meanwhile: Callable[[], None] = lambda: None
     ) -> Array:
-        """This warpgroup's part of dS'^T K; ``before`` is run once it is issued.
+        """This warpgroup's part of dS'^T K; all products are done when it is there.
 
         Args:
             ds_slot: of dS'.
             zero: an opaque zero.
-            before: what to do before waiting for the product.
-            later: how many products ``before`` issues.
+            meanwhile: run once the product is issued.
         """
 
         def product(dq_acc: Ref) -> Array:
@@ -448,8 +453,8 @@ class Kernel:
             else:
                 k = k.at[:, self.half(self.problem.head_dim)]
             self.ops.matmul_transposed(dq_acc, ds, k)
-            before()
-            return self.ops.load_accumulator(dq_acc, wait=later)
+            meanwhile()
+            return self.ops.load_accumulator(dq_acc, wait=0)
 
         return self.accumulate(product, ("dq_acc",))
 

@@ -88,7 +88,9 @@ def default_config(problem: Problem) -> BackwardConfig:
         return BackwardConfig(split_edges=split_edges, spill_bytes=72 if ids else 48)
     if widest <= 192:
         return BackwardConfig(own_gradients=True, split_edges=split_edges)
-    return BackwardConfig(own_gradients=True, do_stages=1, dq_columns=64, split_edges=split_edges)
+    return BackwardConfig(
+        own_gradients=True, do_stages=1, ds_buffers=1, dq_columns=64, split_edges=split_edges
+    )
 
 
 def padded_dims(head_dim: int, value_dim: int) -> tuple[int, int]:

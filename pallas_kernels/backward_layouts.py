@@ -158,13 +158,13 @@ class OwnKeys(Kernel):
         """Makes dQ of a step; ``release`` is run when the products before are done."""
         ds_slot = self.slots(step.turn, zero)[2]
 
-        def before() -> None:
+        def release_all() -> None:
             if release is not None:
                 self.ops.wait_matmuls(1)
                 release()
 
         self.wait("ds_full", ds_slot)
-        dq = self.query_gradients(ds_slot, zero, before, 0)
+        dq = self.query_gradients(ds_slot, zero, release_all)
         self.arrive("ds_empty", ds_slot)
         self.add_to_dq(dq, step)
 
@@ -249,7 +249,7 @@ class OwnGradients(Kernel):
         refs["p_s"][...] = p
         self.arrive("p_full")
         self.wait("ds_full", ds_slot)
-        dq = self.query_gradients(ds_slot, zero, lambda: None, 0)
+        dq = self.query_gradients(ds_slot, zero)
         self.arrive("do_empty", do_slot)
         self.arrive("ds_empty", ds_slot)
         self.add_to_dq(dq, step)
@@ -278,11 +278,7 @@ class OwnGradients(Kernel):
         plgpu.commit_smem()
         self.arrive("ds_full", ds_slot)
         self.wait("q_full", q_slot)
-
-        def add_to_dk() -> None:
-            ops.matmul_registers(dk_acc, ds, refs["q_s"].at[q_slot])
-
-        dq = self.query_gradients(ds_slot, zero, add_to_dk, 1)
-        self.add_to_dq(dq, step)
-        ops.wait_matmuls(0)
+        ops.matmul_registers(dk_acc, ds, refs["q_s"].at[q_slot])
+        dq = self.query_gradients(ds_slot, zero)
         self.arrive("q_empty", q_slot)
+        self.add_to_dq(dq, step)
