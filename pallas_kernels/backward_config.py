@@ -80,7 +80,7 @@ def default_config(problem: Problem) -> BackwardConfig:
     split_edges = problem.mask.has_static_ranges and problem.mask.window is None
     ids = problem.mask.q_segments is not None  # compared in the branch
     if widest <= 64:
-        spill_bytes = 160 if ids else 80
+        spill_bytes = 200 if ids else 96
         return BackwardConfig(
             block_q=128, parts=2, split_edges=split_edges, spill_bytes=spill_bytes
         )
