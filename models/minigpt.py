@@ -1,4 +1,4 @@
-"""MiniGPT: a pre-LayerNorm decoder in Flax nnx whose attention is `jax_flash`.
+"""MiniGPT: a pre-norm decoder in Flax nnx whose attention is `jax_flash`.
 
     x = token_embedding[tokens] + position_embedding[positions]
     for each block:  x += attention(norm(x));  x += mlp(norm(x))
@@ -6,7 +6,8 @@
 
 The layout and the initialisation are GPT-2's (Radford et al., 2019): normal(0.02) everywhere, and
 normal(0.02 / sqrt(2 * num_layers)) for the two projections per block that write to the residual
-stream, so that its variance at initialisation does not grow with depth.
+stream, so that its variance at initialisation does not grow with depth. Rotary positions, RMSNorm,
+SwiGLU and grouped heads are options.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class MiniGPTConfig:
         num_heads: query heads per block; divides `width`.
         width: channels of the residual stream.
         num_kv_heads: key/value heads (grouped-query attention); divides `num_heads`. None: as many.
+        norm: "layernorm", or "rmsnorm" (Zhang & Sennrich, 2019), which has no mean and no bias.
+        mlp: "gelu", four times as wide inside, or "swiglu" (Shazeer, 2020), 8/3 times with a gate:
+            about as many parameters.
         position: "learned" adds a trained embedding per position, "rope" rotates queries and keys.
         dropout_rate: applied to the embeddings, the attention weights and both residual branches.
         tie_weights: the output projection is the token embedding itself.
@@ -54,6 +58,8 @@ class MiniGPTConfig:
     num_heads: int = 6
     width: int = 384
     num_kv_heads: int | None = None
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
     position: Literal["learned", "rope"] = "learned"
     dropout_rate: float = 0.0
     tie_weights: bool = True
@@ -76,6 +82,8 @@ class MiniGPTConfig:
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}")
         for name, allowed in (
+            ("norm", ("layernorm", "rmsnorm")),
+            ("mlp", ("gelu", "swiglu")),
             ("position", ("learned", "rope")),
             ("dtype", ("float32", "bfloat16")),
         ):
@@ -104,36 +112,51 @@ class MiniGPTConfig:
         return cls(**fields)
 
 
-class LayerNorm(nnx.Module):
-    """Layer normalisation (Ba et al., 2016) over the last axis, in fp32 whatever comes in."""
+class Norm(nnx.Module):
+    """Layer normalisation (Ba et al., 2016) or RMSNorm over the last axis, in fp32."""
 
     def __init__(self, config: MiniGPTConfig) -> None:
+        self.is_centred = config.norm == "layernorm"
+        has_bias = self.is_centred and config.use_bias
         self.scale = nnx.Param(jnp.ones((config.width,), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((config.width,), jnp.float32)) if config.use_bias else None
+        self.bias = nnx.Param(jnp.zeros((config.width,), jnp.float32)) if has_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., C] -> [..., C]`, in the dtype of `x`."""
-        y = jax.nn.standardize(x.astype(jnp.float32), axis=-1, epsilon=1e-5) * self.scale[...]
+        y = x.astype(jnp.float32)
+        if self.is_centred:
+            y = jax.nn.standardize(y, axis=-1, epsilon=1e-5)
+        else:
+            y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-5)
+        y = y * self.scale[...]
         return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
 class MLP(nnx.Module):
-    """GELU feed-forward layer, four times as wide inside."""
+    """Feed-forward layer: GELU, or SwiGLU with gate and value in one matrix."""
 
     def __init__(self, config: MiniGPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.up = _linear(config, config.width, 4 * config.width, INIT_STD, rngs)
-        self.down = _linear(config, 4 * config.width, config.width, _residual_std(config), rngs)
+        self.is_gated = config.mlp == "swiglu"
+        # 8/3 of the width, up to a multiple of 32: three matrices, and what tiles divide.
+        inside = -(-config.width // 12) * 32 if self.is_gated else 4 * config.width
+        outputs = 2 * inside if self.is_gated else inside
+        self.up = _linear(config, config.width, outputs, INIT_STD, rngs)
+        self.down = _linear(config, inside, config.width, _residual_std(config), rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[B, T, C] -> [B, T, C]`."""
-        return self.down(nnx.gelu(self.up(x), approximate=True))
+        x = self.up(x)
+        if not self.is_gated:
+            return self.down(nnx.gelu(x, approximate=True))
+        gate, value = jnp.split(x, 2, axis=-1)
+        return self.down(nnx.silu(gate) * value)
 
 
 class Block(nnx.Module):
-    """One pre-LayerNorm block: attention, then MLP, each added to the stream."""
+    """One pre-norm block: attention, then MLP, each added to the stream."""
 
     def __init__(self, config: MiniGPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.norm_attention = LayerNorm(config)
+        self.norm_attention = Norm(config)
         self.attention = FlashCausalSelfAttention(
             config.num_heads,
             config.width,
@@ -147,7 +170,7 @@ class Block(nnx.Module):
             implementation=config.implementation,
             rngs=rngs,
         )
-        self.norm_mlp = LayerNorm(config)
+        self.norm_mlp = Norm(config)
         self.mlp = MLP(config, rngs=rngs)
         self.dropout_rate = config.dropout_rate
 
@@ -194,7 +217,7 @@ class MiniGPT(nnx.Module):
             else None
         )
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = LayerNorm(config)
+        self.norm = Norm(config)
         self.output_embedding = (
             None if config.tie_weights else _matrix(config.vocab_size, config.width, rngs)
         )

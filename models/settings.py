@@ -18,6 +18,8 @@ MODEL_FIELDS = (
     "num_heads",
     "width",
     "num_kv_heads",
+    "norm",
+    "mlp",
     "position",
     "dropout_rate",
     "tie_weights",
@@ -44,6 +46,8 @@ class TrainConfig:
     num_heads: int = _field(4, "attention heads")
     width: int = _field(128, "channels")
     num_kv_heads: int | None = _field(None, "key/value heads; default: as many as heads")
+    norm: Literal["layernorm", "rmsnorm"] = _field("layernorm", "normalisation")
+    mlp: Literal["gelu", "swiglu"] = _field("gelu", "feed-forward layer")
     position: Literal["learned", "rope"] = _field("learned", "how the model knows positions")
     dropout_rate: float = _field(0.0, "dropout probability")
     tie_weights: bool = _field(True, "use the token embedding as output projection too")

@@ -18,6 +18,7 @@ VARIANTS = {
     "rope and grouped heads": dataclasses.replace(
         TINY, num_heads=4, num_kv_heads=2, position="rope"
     ),
+    "rmsnorm and swiglu": dataclasses.replace(TINY, norm="rmsnorm", mlp="swiglu", use_bias=False),
     "untied, no biases": dataclasses.replace(TINY, tie_weights=False, use_bias=False),
 }
 ROPE = VARIANTS["rope and grouped heads"]
@@ -66,6 +67,10 @@ def test_the_count_of_parameters_is_that_of_the_layout():
     c, v, t = 16, 11, 8
     block = (3 * c * c + 3 * c) + (c * c + c) + (8 * c * c + 5 * c) + 4 * c
     assert num_parameters(make()) == v * c + t * c + 2 * block + 2 * c
+    modern = make(VARIANTS["rmsnorm and swiglu"])
+    inside = 64  # 8/3 of 16, up to a multiple of 32
+    block = 4 * c * c + 3 * inside * c + 2 * c
+    assert num_parameters(modern) == v * c + t * c + 2 * block + c
     untied = make(dataclasses.replace(TINY, tie_weights=False))
     assert num_parameters(untied) == num_parameters(make()) + v * c
 
@@ -87,6 +92,17 @@ def test_the_initialisation_is_that_of_gpt2():
     targets = (random_tokens() + 20)[..., None]
     loss = -jnp.log(jnp.take_along_axis(probabilities, targets, axis=-1)).mean()
     assert abs(float(loss) - np.log(50)) < 0.5
+
+
+def test_rmsnorm_and_swiglu_are_what_their_papers_say():
+    model = make(VARIANTS["rmsnorm and swiglu"])
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 16), jnp.float32), np.float64)
+    rms = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(model.norm(jnp.asarray(x, jnp.float32)), rms, atol=1e-5)
+    mlp = model.blocks[0].mlp
+    gate, value = np.split(x @ np.asarray(mlp.up.kernel[...], np.float64), 2, axis=-1)
+    expected = (gate / (1 + np.exp(-gate)) * value) @ np.asarray(mlp.down.kernel[...], np.float64)
+    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32)), expected, atol=1e-6)
 
 
 def test_tied_weights_get_gradients_from_both_ends():
@@ -198,6 +214,8 @@ def test_a_config_survives_json():
         ({"num_heads": 3}, r"num_heads \(3\) must divide width \(16\)"),
         ({"num_kv_heads": 3}, r"num_kv_heads \(3\) must divide num_heads \(2\)"),
         ({"num_heads": 16, "position": "rope"}, "head_dim .* must be even"),
+        ({"norm": "batch"}, r"norm must be one of .* got 'batch'"),
+        ({"mlp": "relu"}, r"mlp must be one of .* got 'relu'"),
         ({"position": "sine"}, r"position must be one of .* got 'sine'"),
         ({"dtype": "float64"}, r"dtype must be one of .* got 'float64'"),
         ({"dropout_rate": 1.0}, r"dropout_rate must be in \[0, 1\), got 1.0"),

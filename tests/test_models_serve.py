@@ -11,6 +11,7 @@ import random
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -300,6 +301,11 @@ def test_clients_that_do_not_read_stall_nobody(server):
         one.close()
 
 
+def resident_mib():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def test_random_clients_leave_no_page_behind(server):
     """For JAX_FLASH_SOAK_S seconds; 600 for the long run."""
     before, end = numbers(server), time.monotonic() + SOAK_S
@@ -330,9 +336,12 @@ def test_random_clients_leave_no_page_behind(server):
     threads = [threading.Thread(target=client, args=(seed,)) for seed in range(12)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    memory_mib = []
+    while any(thread.is_alive() for thread in threads):
+        memory_mib.append(resident_mib())
+        time.sleep(SOAK_S / 20)
     assert not problems
+    assert max(memory_mib) - memory_mib[len(memory_mib) // 2] < 50
     assert statuses.keys() <= {200, 400, 429, "left"}
     assert statuses[200] > 0
     wait_until(lambda: numbers(server)["running"] + numbers(server)["waiting"] == 0)
@@ -340,7 +349,7 @@ def test_random_clients_leave_no_page_behind(server):
     assert after["pages_owned"] == 0
     assert after["compiled_shapes"] == before["compiled_shapes"]
     server.worker._engine.blocks.check()
-    print(f"\n{dict(statuses)}, {after}")
+    print(f"\n{dict(statuses)}, MiB {memory_mib}, {after}")
 
 
 def test_an_engine_that_fails_is_503_to_all_now_and_later():
