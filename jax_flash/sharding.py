@@ -5,7 +5,8 @@ device. :func:`partitioned` gives the rule: batch elements and heads are indepen
 device runs the kernel on its own; everything else must be whole.
 
 On a mesh with explicit axes, :func:`keep_query_sharding` says what the results look like. Inside
-``shard_map`` nothing here is needed: a kernel sees one device's part.
+``shard_map`` a kernel sees one device's part; what is left to say there is over which mesh axes its
+results vary (:func:`vary_alike`), which ``check_vma`` wants to know.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -108,9 +110,10 @@ def partitioned(
     """
     if jax.device_count() == 1:
         return function(*arguments)
+    varying = _varying_axes(arguments)
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    if traced.effects:  # as in interpret mode, which calls back: it may not be split
-        return function(*arguments)
+    if varying or traced.effects:  # effects: of interpret mode, which calls back
+        return _vary(function(*arguments), varying)
     flat_roles_in, flat_roles_out = _flat(roles_in), _flat(roles_out)
     structure = jax.tree.structure(arguments)
 
@@ -124,6 +127,27 @@ def partitioned(
         sharding_rule=functools.partial(_rule, spec, flat_roles_in, flat_roles_out),
     )
     return jax.tree.unflatten(jax.tree.structure(shapes), split(*jax.tree.leaves(arguments)))
+
+
+def vary_alike(tree: Any) -> Any:
+    """Arrays that vary over the same manual mesh axes: over all those that any of them varies over.
+
+    The derivative of what this does to an array sums its gradient over the devices that share it.
+    """
+    return _vary(tree, _varying_axes(tree))
+
+
+def _varying_axes(tree: Any) -> frozenset[str]:
+    types = (jax.typeof(x).manual_axis_type for x in jax.tree.leaves(tree))
+    return frozenset().union(*(each.varying for each in types))
+
+
+def _vary(tree: Any, names: frozenset[str]) -> Any:
+    def vary(x: Array) -> Array:
+        missing = names - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
 
 
 def _flat(roles: Any) -> list[Roles]:
@@ -171,8 +195,12 @@ def _partition(
     results: Any,
 ) -> Any:
     """What XLA's partitioner asks: what each device runs, on which parts of the operands."""
-    query = arguments[0].sharding.spec  # the first leaf of all operands
-    batch_axes, head_axes = _axis_names(query, 0), _axis_names(query, 2)
+    query = arguments[0].sharding  # the first leaf of all operands
+    if isinstance(query, NamedSharding):
+        batch_axes, head_axes = _axis_names(query.spec, 0), _axis_names(query.spec, 2)
+    else:  # no mesh is known, whose axes could be named
+        mesh = Mesh(np.array(list(query.device_set)), ("devices",))
+        batch_axes = head_axes = ()
     if spec.batch % _size(mesh, batch_axes):
         batch_axes = ()
     if spec.num_kv_heads > 1 and spec.num_kv_heads % _size(mesh, head_axes):
@@ -186,13 +214,15 @@ def _partition(
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     def on_each_device(*leaves: Array) -> list[Array]:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            results = function(*leaves)
         return [
             _sum_over(
                 x,
                 (() if BATCH in roles else batch_axes)
                 + (() if Q_HEADS in roles or KV_HEADS in roles else head_axes),
             )
-            for x, roles in zip(function(*leaves), roles_out, strict=True)
+            for x, roles in zip(results, roles_out, strict=True)
         ]
 
     return mesh, on_each_device, list(map(sharding, roles_out)), tuple(map(sharding, roles_in))

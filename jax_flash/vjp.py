@@ -49,7 +49,7 @@ def attend(spec: AttentionSpec, operands: Operands, name: str) -> tuple[Array, A
     assert not isinstance(backend, str), backend
     if backend.FUSED:
         try:
-            return _fused(spec, name, *_split(operands))
+            return _fused(spec, name, *_split(sharding.vary_alike(operands)))
         except TypeError as error:
             if "forward-mode" in str(error):
                 raise _no_other_derivative(spec, name) from error

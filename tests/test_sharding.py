@@ -41,9 +41,9 @@ def local_calls(kernels, monkeypatch):
     return calls
 
 
-def mesh(*shape):
-    names = ("x", "y")[: len(shape)]
-    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+def mesh(*shape, kind="Auto"):
+    kinds = (getattr(jax.sharding.AxisType, kind),) * len(shape)
+    return jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=kinds)
 
 
 def results_and_gradients(function, floats, rest):
@@ -74,7 +74,8 @@ def run(function, floats, rest, shardings, here):
 
 def check(function, floats, rest, shardings, here):
     want = fast_jit(functools.partial(results_and_gradients, function))(floats, rest)
-    got, collectives = run(function, floats, rest, shardings, here)
+    with jax.set_mesh(here):
+        got, collectives = run(function, floats, rest, shardings, here)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
     jax.tree.map(close, jax.device_get(got), want)
     return got, collectives
@@ -92,17 +93,31 @@ def everywhere(spec, *names):
     return dict.fromkeys(("query", "key", "value", *names), spec)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     ("spec", "local"), [(BATCH, (1, 8, 4)), (HEADS, (4, 2, 1))], ids=["batch", "heads"]
 )
-def test_each_device_runs_its_part(spec, local, local_calls):
+def test_each_device_runs_its_part(spec, local, kind, local_calls):
     lengths = {"key_value_seq_lengths": np.int32([10, 3, 0, 7])}
-    here = mesh(4)
+    here = mesh(4, kind=kind)
     got, collectives = check(dot_product_attention, dense(), lengths, everywhere(spec), here)
     assert not collectives
     assert {("forward", *local), ("backward", *local)} <= set(local_calls)
     for x in jax.tree.leaves(got):
         assert x.sharding.is_equivalent_to(NamedSharding(here, spec), x.ndim), x.sharding
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("spec", [BATCH, HEADS], ids=["batch", "heads"])
+def test_inside_shard_map_nothing_changes(spec, check_vma):
+    floats = dense()
+    call = functools.partial(results_and_gradients, dot_product_attention)
+    mapped = jax.shard_map(
+        lambda floats: call(floats, {}), mesh=mesh(4), in_specs=spec, out_specs=spec,
+        check_vma=check_vma,
+    )  # fmt: skip
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+    jax.tree.map(close, fast_jit(mapped)(floats), fast_jit(call)(floats, {}))
 
 
 def test_batch_and_heads_on_two_axes(local_calls):
