@@ -202,11 +202,9 @@ class Engine:
         self.metrics = Metrics()
         self.compiled: set[tuple[int, int]] = set()
         self._tokenizer = tokenizer
-        self._graph, self._params = step.split(model)
         dtype = jnp.dtype(config.cache_dtype or model.config.dtype)
-        self._state = step.init_state(
-            model, config.max_batch_size, num_pages, config.page_size, dtype
-        )
+        state = step.init_state(model, config.max_batch_size, num_pages, config.page_size, dtype)
+        self._graph, self._params, self._state = step.place(model, state)
         self._texts: dict[scheduling.Sequence, _Text] = {}
         self._requests: dict[int, list[scheduling.Sequence]] = {}
         self._in_flight: list[_Launched] = []

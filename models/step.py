@@ -41,12 +41,6 @@ class Graph:
 _graph = functools.lru_cache(maxsize=64)(Graph)
 
 
-def split(model: MiniGPT) -> tuple[Graph, Any]:
-    """`nnx.split` for `run`."""
-    graph, params = nnx.split(model)
-    return _graph(graph), params
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -69,6 +63,18 @@ def init_state(model: MiniGPT, num_slots: int, num_pages: int, page_size: int, d
     )
     caches = [create() for _ in range(config.num_layers)]
     return State(caches, jnp.zeros((num_slots,), jnp.int32))
+
+
+def place(model: MiniGPT, state: State) -> tuple[Graph, Any, State]:
+    """The arguments that `run` keeps getting, on the device that the model is on.
+
+    All of them are committed to it: if only some were, what `run` returns would be of another kind
+    than what it first got, and it would be compiled a second time.
+    """
+    graph, params = nnx.split(model)
+    (device, *_) = jax.tree.leaves(params)[0].devices()
+    params, state = jax.device_put((params, state), device)
+    return _graph(graph), params, state
 
 
 def pack(call: Call, tables: list[Any], max_pages: int, num_slots: int) -> np.ndarray:
@@ -112,8 +118,8 @@ def run(
     """Computes a call.
 
     Args:
-        graph: from `split`.
-        params: from `split`.
+        graph: from `place`.
+        params: from `place`.
         state: donated.
         packed: from `pack`.
         num_tokens: T.

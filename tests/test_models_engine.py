@@ -190,7 +190,9 @@ def test_nothing_compiles_after_the_warm_up():
             compiled.append(event)
 
     config = dataclasses.replace(CONFIG, num_layers=1)  # unlike in the other tests
-    engine = make_engine(make_model(config), num_pages=20)
+    graph, params = nnx.split(make_model(config))
+    params = jax.device_put(params, jax.devices()[0])  # committed, as from a checkpoint
+    engine = make_engine(nnx.merge(graph, params), num_pages=20)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         engine.warm_up()
