@@ -144,10 +144,11 @@ def differentiate(
     q, k, v = operands.query, operands.key, operands.value
     if 0 in (spec.batch, spec.q_len, spec.num_q_heads, spec.kv_len):
         return Gradients(*(jnp.zeros_like(x) for x in (q, k, v)))
-    # Rows that see no key have no gradient, nor have those that see a NaN.
-    has_gradient = jnp.isfinite(residuals.lse)
     # Without a barrier XLA makes one slow loop of the reduction and the transposition.
     lse, delta = jax.lax.optimization_barrier((residuals.lse, delta))
+    lse, delta = lse.transpose(0, 2, 1), delta.transpose(0, 2, 1)
+    # Rows that see no key have no gradient, nor have those that see a NaN.
+    has_gradient = jnp.isfinite(lse)
     lse = jnp.where(has_gradient, lse, jnp.inf)
     delta = jnp.where(has_gradient, delta, 0.0)
     sign = float(np.sign(spec.scale))
@@ -155,7 +156,8 @@ def differentiate(
         q = q * jnp.asarray(sign, q.dtype)
     if can_have_empty_rows(operands.mask, spec.q_len, spec.kv_len):
         # They may hold anything, and meet probabilities of 0.
-        q, do = (jnp.where(has_gradient[..., None], x, jnp.zeros((), x.dtype)) for x in (q, do))
+        rows = jnp.isfinite(residuals.lse)[..., None]
+        q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))
     head_dim, value_dim = backward_config.padded_dims(spec.head_dim, spec.value_dim)
     problem = kernel.Problem(
         batch=spec.batch,
@@ -176,8 +178,8 @@ def differentiate(
         _padded(k, head_dim),
         _padded(v, value_dim),
         _padded(do, value_dim),
-        lse.transpose(0, 2, 1),
-        delta.transpose(0, 2, 1),
+        lse,
+        delta,
         operands.mask,
         deterministic=spec.deterministic,
         config=config,

@@ -116,7 +116,7 @@ def attention_backward(
     padding = ((0, 0), (0, 0), (0, surplus))
     lse = jnp.pad(lse * tiles.LOG2_E, padding, constant_values=jnp.inf)
     inputs |= {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": jnp.pad(delta, padding)}
-    slabs = min(num_kv_tiles, -(-num_blocks // (batch * num_heads))) if deterministic else 1
+    slabs = min(num_kv_tiles, max(num_blocks // (batch * num_heads), 1)) if deterministic else 1
     dq_shape = (slabs * batch, problem.q_len + surplus, problem.num_q_heads, problem.head_dim)
     # A deterministic launch writes some rows of dk and dv, another launch the others.
     sums = ("dq", "dk", "dv") if deterministic else ("dq",)
