@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_flash import PagedKVCache
+from cuda_ffi import backend as cuda
+from jax_flash import PagedKVCache, backends
 from jax_flash.layers import FlashCausalSelfAttention
+from jax_flash.spec import Device
+from pallas_kernels import backend as mosaic
 
 HEADS, KV_HEADS, DIM, WIDTH, S, P = 4, 2, 8, 32, 4, 12
 TABLES = np.array([[3, 7, 1, 0], [5, 2, 0, 0]], np.int32)  # room for 12 and 8 tokens
@@ -124,6 +127,25 @@ def pool_copies(function, *arguments):
     text = function.lower(*arguments).compile().as_text()
     pool = f"f32[{P},{KV_HEADS},{S},{DIM}]{{3,2,1,0}} copy("
     return [line for line in text.splitlines() if pool in line]
+
+
+@pytest.mark.parametrize(
+    ("num_new", "counted", "kernels"),
+    [(1, True, cuda), (1, False, cuda), (8, False, cuda), (32, True, mosaic), (256, False, mosaic)],
+)
+def test_on_a_gpu_there_is_a_kernel_for_every_kind_of_step(monkeypatch, num_new, counted, kernels):
+    specs, choose = [], backends.choose
+    monkeypatch.setattr(
+        backends, "choose", lambda spec, *rest: specs.append(spec) or choose(spec, *rest)
+    )
+    cache = PagedKVCache.create(9, 16, 4, 64).with_sequences(
+        jnp.zeros((2, 20), jnp.int32), jnp.zeros((2,), jnp.int32)
+    )
+    query = jax.ShapeDtypeStruct((2, num_new, 8, 64), jnp.bfloat16)
+    counts = jnp.ones((2,), jnp.int32) if counted else None
+    jax.eval_shape(lambda query, cache: cache.attend(query, cache.lengths, counts), query, cache)
+    (spec,) = specs
+    assert kernels.supports(spec, Device("gpu", "9.0")) is None
 
 
 def test_layers_may_be_scanned_over_stacked_pools():

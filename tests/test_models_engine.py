@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models import step
 from models.engine import Engine, EngineConfig, QueueFullError, SamplingParams
+from models.scheduler import Call
 from tests.serving import (
     CONFIG,
     CONTEXT,
@@ -206,6 +208,17 @@ def test_nothing_compiles_after_the_warm_up():
         jax.monitoring.unregister_event_duration_listener(listen)
     assert len(compiled) == compiled_before
     assert engine.compiled == shapes
+
+
+def test_no_step_copies_a_pool():
+    engine = make_engine(max_batch_size=2, max_prefill_tokens=8)
+    shape = ",".join(map(str, engine._state.caches[0].key_pages.shape))
+    for call in (Call([], (2, 1)), Call([], (1, 8))):
+        packed = step.pack(call, [], engine.max_pages, 2)
+        arguments = (engine._graph, engine._params, engine._state, packed)
+        program = step.run.lower(*arguments, num_tokens=call.shape[1]).compile().as_text()
+        assert f"f32[{shape}]" in program
+        assert f"f32[{shape}]{{3,2,1,0}} copy(" not in program
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch):
