@@ -73,6 +73,9 @@ class TrainConfig:
     eval_interval: int = _field(250, "steps between validations, each of which saves")
     eval_batches: int = _field(40, "validation batches, the same ones each time")
     steps_per_dispatch: int = _field(10, "steps per call into the compiled program")
+    num_devices: int | None = _field(
+        None, "devices that share each batch; default: as many GPUs as divide it"
+    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_interval", "eval_batches", "steps_per_dispatch"):
@@ -91,6 +94,12 @@ class TrainConfig:
             raise ValueError(
                 f"min_learning_rate ({self.min_learning_rate}) must not exceed learning_rate "
                 f"({self.learning_rate})"
+            )
+        if self.num_devices is not None and (
+            self.num_devices < 1 or self.batch_size % self.num_devices
+        ):
+            raise ValueError(
+                f"num_devices must divide batch_size ({self.batch_size}), got {self.num_devices}"
             )
         if self.stop_at is not None and not 1 <= self.stop_at <= self.steps:
             raise ValueError(f"stop_at must be in [1, steps = {self.steps}], got {self.stop_at}")

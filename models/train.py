@@ -90,7 +90,8 @@ class Run:
             self.state = self.trainer.new_state()
             self.step = 0
         else:
-            self.state = checkpoint.load_state(self.out / "latest", self.trainer.state_shapes)
+            state = checkpoint.load_state(self.out / "latest", self.trainer.state_shapes)
+            self.state = jax.device_put(state, self.trainer.state_sharding)
             self.step = record.step
             self.best_loss, self.val_loss = record.best_loss, record.val_loss
         self.end = config.steps if config.stop_at is None else config.stop_at

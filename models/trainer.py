@@ -4,6 +4,9 @@ One compiled program runs up to `steps_per_dispatch` optimiser steps; how many i
 so a run that stopped anywhere and was resumed executes the same code on the same batches as one
 that did not, and ends with the same bits. (A GPU adds up the gradients of embeddings in any order
 unless XLA_FLAGS=--xla_gpu_deterministic_ops=true forbids it.)
+
+Several devices share each batch: parameters are whole on all of them, XLA splits the work along the
+batch and adds up the gradients. A dropout mask is the same however many there are.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from models.minigpt import MiniGPT, MiniGPTConfig
 from models.settings import TrainConfig
@@ -55,6 +59,25 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
+def num_devices(config: TrainConfig) -> int:
+    """Devices that share a batch: those asked for, else as many GPUs as divide it."""
+    if config.num_devices is None:
+        found = jax.local_device_count() if jax.default_backend() == "gpu" else 1
+        return next(n for n in range(found, 0, -1) if config.batch_size % n == 0)
+    if config.num_devices > jax.local_device_count():
+        raise ValueError(
+            f"num_devices is {config.num_devices}, and there are {jax.local_device_count()}"
+        )
+    return config.num_devices
+
+
+def make_shardings(count: int) -> tuple[NamedSharding, NamedSharding]:
+    """On this many devices: whole on each, and batches `[K, B, T]` split along B."""
+    devices = jax.local_devices()[:count]
+    mesh = jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, "data"))
+
+
 class Trainer:
     """The compiled functions of a run.
 
@@ -67,6 +90,7 @@ class Trainer:
             of the batches and gives the old state's memory to the new one.
         evaluate: `(params, batches [N, B, T + 1]) -> mean loss`, without dropout.
         state_shapes: shapes and dtypes of a state.
+        state_sharding: where a state that was loaded must be put.
         graph: the model without its arrays; `nnx.merge(graph, params)` is the model.
 
     Raises:
@@ -79,9 +103,16 @@ class Trainer:
         self.model_config = model_config
         self.optimizer = make_optimizer(config)
         self.graph = nnx.split(nnx.eval_shape(self._new_model))[0]
-        self.new_state = jax.jit(self._new_state)
-        self.train = jax.jit(self._train, donate_argnames="state")
-        self.evaluate = jax.jit(self._evaluate)
+        whole, split = make_shardings(num_devices(config))
+        self.new_state = jax.jit(self._new_state, out_shardings=whole)
+        self.train = jax.jit(
+            self._train,
+            donate_argnames="state",
+            in_shardings=(whole, split, whole),
+            out_shardings=whole,
+        )
+        self.evaluate = jax.jit(self._evaluate, in_shardings=(whole, split))
+        self.state_sharding = whole
         shape = (config.steps_per_dispatch, config.batch_size, config.context_length + 1)
         self.state_shapes = jax.eval_shape(self.new_state)
         jax.eval_shape(

@@ -321,3 +321,48 @@ def test_the_help_has_a_line_for_every_field(capsys):
         make_parser().parse_args(["--help"])
     text = capsys.readouterr().out
     assert all("--" + field.name.replace("_", "-") in text for field in dataclasses.fields(TINY))
+
+
+several = pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
+
+
+@several
+def test_devices_that_share_a_batch_learn_what_one_learns():
+    batches = np.random.default_rng(0).integers(0, 9, (4, 8, 17)).astype(np.int32)
+    results = []
+    for count in (1, 2):
+        config = dataclasses.replace(TINY, num_devices=count)  # dropout too
+        one = trainer.Trainer(config, config.model(vocab_size=9, dtype="float32"))
+        state, loss = one.train(one.new_state(), batches, np.int32(4))
+        assert len(jax.tree.leaves(state["params"])[0].devices()) == count
+        results.append((state["params"], loss, one.evaluate(state["params"], batches)))
+    for alone, shared in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(alone, shared, rtol=1e-3, atol=2e-4)
+
+
+@several
+def test_a_run_on_two_devices_is_resumed_on_two_and_generates(config):
+    config = dataclasses.replace(config, num_devices=2, steps=8, eval_interval=4)
+    assert Run(dataclasses.replace(config, stop_at=4)).train()
+    again = Run(config, resume=True)
+    assert again.step == 4
+    assert again.train()
+    assert again.best_model().model.config == again.model_config
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (0, r"num_devices must divide batch_size \(8\), got 0"),
+        (3, r"num_devices must divide batch_size \(8\), got 3"),
+    ],
+)
+def test_devices_that_cannot_share_a_batch_are_refused(count, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, num_devices=count)
+
+
+def test_more_devices_than_there_are_are_refused():
+    config = dataclasses.replace(TINY, batch_size=512, num_devices=512)
+    with pytest.raises(ValueError, match="num_devices is 512, and there are"):
+        trainer.Trainer(config, config.model(vocab_size=9, dtype="float32"))
