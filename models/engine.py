@@ -75,7 +75,7 @@ class EngineConfig:
     max_prefill_tokens: int = 256
     min_prefill_tokens: int = 16
     reuse_prefixes: bool = True
-    watermark: float = 0.01
+    watermark: float = 0.02
     max_waiting: int = 256
     cache_dtype: Any = None
 
