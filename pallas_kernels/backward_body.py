@@ -18,7 +18,7 @@ from pallas_kernels import schedule as schedules
 from pallas_kernels import tiles
 from pallas_kernels.backward_config import GROUPS, BackwardConfig
 from pallas_kernels.config import Problem
-from pallas_kernels.ops import Ops
+from pallas_kernels.ops import Ops, loop_between
 
 Array = jax.Array
 Ref = Any
@@ -294,12 +294,7 @@ class Kernel:
         """Runs ``carry = step(i, masked, carry)``: in one loop, or in one for each kind of tile."""
 
         def loop(first: Any, last: Any, masked: Any, carry: Any) -> Any:
-            # From 0: an index that starts at what was read varies over shard_map's axes, and what
-            # the loop makes of it does not.
-            def body(i: Any, carry: Any) -> Any:
-                return step(first + i, masked, carry)
-
-            return lax.fori_loop(0, last - first, body, carry)
+            return loop_between(first, last, lambda i, carry: step(i, masked, carry), carry)
 
         if not self.edges.masked:
             return loop(tile.lo, tile.hi, False, carry)
@@ -312,10 +307,9 @@ class Kernel:
             return carry
 
         def branch(i: Any, carry: Any) -> Any:
-            i = tile.lo + i
             return step(i, (i < tile.full_lo) | (i >= tile.full_hi), carry)
 
-        return lax.fori_loop(0, tile.hi - tile.lo, branch, carry)
+        return loop_between(tile.lo, tile.hi, branch, carry)
 
     def accumulate(self, body: Callable[..., Any], names: Sequence[str], parts: int = 1) -> Any:
         """Runs ``body`` with fresh accumulators of this warpgroup, ``parts`` of each name."""

@@ -85,7 +85,7 @@ def default_config(problem: Problem) -> BackwardConfig:
             block_q=128, parts=2, split_edges=split_edges, spill_bytes=spill_bytes
         )
     if widest <= 128:
-        return BackwardConfig(split_edges=split_edges, spill_bytes=72 if ids else 48)
+        return BackwardConfig(split_edges=split_edges, spill_bytes=96 if ids else 48)
     if widest <= 192:
         return BackwardConfig(own_gradients=True, split_edges=split_edges)
     return BackwardConfig(

@@ -39,6 +39,17 @@ ROWS = TILE.reduce(1)  # one value a row of TILE, held by the four threads that 
 COLUMNS = TILE.reduce(0)  # one value a column of TILE, held by all threads that share the column
 
 
+def loop_between(first: Any, last: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """``lax.fori_loop``, also where the bounds were read inside ``shard_map``.
+
+    There ``check_vma`` says that they vary over mesh axes, and finds that an index which begins as
+    one does not stay so. One that begins at 0 has no such trouble, but costs a register.
+    """
+    if not jax.typeof(first).manual_axis_type.varying:
+        return lax.fori_loop(first, last, body, carry)
+    return lax.fori_loop(0, last - first, lambda i, carry: body(first + i, carry), carry)
+
+
 @dataclasses.dataclass(frozen=True)
 class Ops:
     """The primitives, for a GPU or for interpret mode.

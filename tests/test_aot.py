@@ -22,13 +22,14 @@ def test_every_kernel_lowers_for_cuda():
 
 
 @pytest.mark.slow
-def test_kernels_pass_ptxas():
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_kernels_pass_ptxas(kernel):
     """In a process of its own: the plugin is loaded where it is not in use."""
     reason = aot.unavailable()
     if reason is not None:
         pytest.skip(reason)
     result = subprocess.run(
-        [sys.executable, "-m", "bench", "aot"],
+        [sys.executable, "-m", "bench", "aot", "--match", kernel],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

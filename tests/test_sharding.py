@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_flash import dot_product_attention, paged_attention, ragged_attention
+from jax_flash import backends, dot_product_attention, paged_attention, ragged_attention
+from jax_flash.spec import Device
 from tests import fake_kernels
 from tests.tolerance import fast_jit, rand
 
@@ -118,6 +119,26 @@ def test_inside_shard_map_nothing_changes(spec, check_vma):
     )  # fmt: skip
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
     jax.tree.map(close, fast_jit(mapped)(floats), fast_jit(call)(floats, {}))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_mosaic_kernels_can_be_traced_inside_shard_map(check_vma, monkeypatch):
+    monkeypatch.setattr(backends, "device_of", lambda *_: Device("gpu", "9.0", "NVIDIA H200"))
+
+    def gradients(q, lengths):
+        def call(q):
+            return dot_product_attention(
+                q, q, q, is_causal=True, key_value_seq_lengths=lengths, implementation="mosaic"
+            )
+
+        return jax.vjp(call, q)[1](q)
+
+    mapped = jax.shard_map(
+        gradients, mesh=mesh(4), in_specs=BATCH, out_specs=BATCH, check_vma=check_vma
+    )
+    q = jax.ShapeDtypeStruct((4, 256, 4, 64), jnp.bfloat16)
+    (dq,) = jax.eval_shape(mapped, q, jax.ShapeDtypeStruct((4,), jnp.int32))
+    assert (dq.shape, dq.dtype) == (q.shape, q.dtype)
 
 
 def test_batch_and_heads_on_two_axes(local_calls):
