@@ -25,10 +25,10 @@ CONFIG = MiniGPTConfig(
 
 
 @functools.cache
-def make_model(config=CONFIG):
-    """Parameters ten times the usual ones, so that no two tokens are about equally likely."""
+def make_model(config=CONFIG, scale=10.0):
+    """Parameters larger than the usual ones, so that no two tokens are about equally likely."""
     graph, params = nnx.split(MiniGPT(config, rngs=nnx.Rngs(0)))
-    return nnx.merge(graph, jax.tree.map(lambda x: 10.0 * x, params))
+    return nnx.merge(graph, jax.tree.map(lambda x: scale * x, params))
 
 
 def prompt_of(length, seed=0):

@@ -21,6 +21,9 @@ from tests.serving import (
     prompt_of,
 )
 
+# On a GPU these fp32 models run on plain XLA, which says so.
+pytestmark = pytest.mark.filterwarnings("ignore:jax_flash. attention:UserWarning")
+
 SMALL = EngineConfig(
     max_batch_size=4, page_size=4, max_prefill_tokens=16, min_prefill_tokens=8, max_waiting=64
 )
@@ -74,6 +77,26 @@ def test_learned_positions_and_all_heads_work_too():
     engine = make_engine(model, max_batch_size=2, max_prefill_tokens=8)
     for prompt, (completion,) in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
         assert completion.tokens == greedy_tokens(prompt, 8, model)
+
+
+@pytest.mark.filterwarnings("error")  # on a GPU: the kernels run, or say that they do not
+def test_in_bfloat16_and_with_kernels_the_log_probabilities_are_those_of_full_passes():
+    config = dataclasses.replace(
+        CONFIG, width=128, num_heads=2, num_kv_heads=1, num_layers=1, dtype="bfloat16"
+    )
+    model = make_model(config, scale=3.0)
+    exact = make_model(dataclasses.replace(config, dtype="float32"), scale=3.0)
+    prompts = [prompt_of(length) for length in (1, 20, 35)]
+    engine = make_engine(model, max_batch_size=2, max_prefill_tokens=8)
+    for prompt, (completion,) in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        tokens = prompt + completion.tokens
+        places = np.arange(len(prompt) - 1, len(tokens) - 1)
+        full, truth = (log_probabilities(tokens, one)[places] for one in (model, exact))
+        noise = np.abs(full - truth).max()
+        assert 0 < noise < 0.3
+        drawn = full[np.arange(8), completion.tokens]
+        np.testing.assert_allclose(completion.logprobs, drawn, atol=2 * noise)
+        assert (full.max(axis=-1) - drawn < 2 * noise).all()
 
 
 def test_a_text_may_fill_the_context_and_be_one_token_longer():

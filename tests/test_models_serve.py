@@ -28,6 +28,9 @@ from tests.serving import (  # noqa: E402
     prompt_of,
 )
 
+# On a GPU these fp32 models run on plain XLA, which says so.
+pytestmark = pytest.mark.filterwarnings("ignore:jax_flash. attention:UserWarning")
+
 LIMITS = serve.Limits(body_bytes=4000, body_s=0.5, max_tokens=400)
 CONFIG = EngineConfig(
     max_batch_size=4,

@@ -13,6 +13,9 @@ from models import checkpoint, generate
 from models.weights import build, from_gpt2, load_tensors, parameters_of, save_tensors
 from tests.serving import CONFIG, TOKENIZER, make_model
 
+# On a GPU these fp32 models run on plain XLA, which says so.
+pytestmark = pytest.mark.filterwarnings("ignore:jax_flash. attention:UserWarning")
+
 TENSORS = {
     "b": np.arange(6, dtype=np.float32).reshape(2, 3),
     "a.half": np.ones((2, 1, 2), jnp.bfloat16),
