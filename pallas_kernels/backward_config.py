@@ -25,7 +25,7 @@ class BackwardConfig:
             on one after the other.
         q_stages: Q tiles in flight.
         do_stages: dO tiles in flight.
-        ds_buffers: tiles of dS' in flight.
+        ds_buffers: tiles of dS' in flight; at least 2 with own keys.
         dq_columns: columns of dQ that a warpgroup stages at a time; 0 is all it has.
         take_turns: own keys: consumers take turns in issuing S' and dP'.
         split_edges: peel masked query tiles into loops of their own, instead of a branch.
@@ -54,6 +54,11 @@ class BackwardConfig:
             raise ValueError(f"block_q={self.block_q}: 64, or 128 with own keys")
         if self.block_q // self.parts not in (_ROWS, self.block_q):
             raise ValueError(f"parts={self.parts}: of 64 queries, or one")
+        if self.ds_buffers < 2 and not self.own_gradients:
+            raise ValueError(
+                f"ds_buffers={self.ds_buffers}: with own keys dQ is made after the next dS' is "
+                "stored, so that two are needed"
+            )
         # setmaxnreg waits for registers that others give back: too large a wish waits for ever.
         if self.consumer_registers * GROUPS + self.producer_registers > _REGISTERS:
             raise ValueError(

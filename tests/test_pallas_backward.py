@@ -340,8 +340,9 @@ def run_without(layout, barrier):
     Kernel.wait = wait
     if barrier == "meeting":
         Kernel.meet = lambda self: None
+    own_gradients = layout == "own gradients"
     config = kernel_config.BackwardConfig(
-        own_gradients=layout == "own gradients", q_stages=1, do_stages=1, ds_buffers=1
+        own_gradients=own_gradients, q_stages=1, do_stages=1, ds_buffers=1 if own_gradients else 2
     )
     options = {"config": config, "interpret": WITH_RACES, "num_blocks": 1}
     backend.backward = functools.partial(backend.differentiate, **options)
@@ -432,6 +433,8 @@ def test_configs_ask_for_no_more_than_there_is():
         kernel_config.BackwardConfig(consumer_registers=248)
     with pytest.raises(ValueError, match="block_q=128"):
         kernel_config.BackwardConfig(own_gradients=True, block_q=128)
+    with pytest.raises(ValueError, match="ds_buffers=1"):
+        kernel_config.BackwardConfig(ds_buffers=1)
     with pytest.raises(ValueError, match="parts=4"):
         kernel_config.BackwardConfig(block_q=128, parts=4)
 
