@@ -55,7 +55,7 @@ class BlockManager:
         self._unused: OrderedDict[int, None] = OrderedDict()  # registered, owned by nobody
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        self._tables: dict[Hashable, list[int]] = {}
+        self._tables: dict[Hashable, array[int]] = {}
         self._digests: dict[
             Hashable, list[bytes]
         ] = {}  # of its root and its full pages hashed so far
@@ -74,8 +74,8 @@ class BlockManager:
         """Pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def table(self, sequence: Hashable) -> Sequence[int]:
-        """The pages of a sequence in order (not a copy).
+    def table(self, sequence: Hashable) -> array[int]:
+        """The pages of a sequence in order, as int32 (not a copy; NumPy reads it as it is).
 
         Raises:
             ValueError: the sequence has none: it was not allocated, or freed already.
@@ -105,7 +105,7 @@ class BlockManager:
         """
         self._check_new(sequence)
         matches = list(self._matches(tokens, salt))
-        table = [page for _, page in matches]
+        table = array("i", (page for _, page in matches))
         for page in table:
             self._unused.pop(page, None)
             self._refs[page] += 1
@@ -138,6 +138,8 @@ class BlockManager:
                 f"must follow the {len(table) * self.page_size} positions of {sequence!r}",
                 "Reserve positions in order",
             )
+        if first + 1 == last <= len(table) and self._is_private(sequence, first):
+            return []  # the next token of a text, nearly always
         written = range(first, min(last, len(table)))
         shared = [i for i in written if self._refs[table[i]] > 1]
         needed = len(shared) + max(last - len(table), 0)
@@ -246,12 +248,18 @@ class BlockManager:
         assert {page: digest for digest, page in self._page_of.items()} == self._digest_of
         assert self._tables.keys() == self._digests.keys()
 
-    def _owned(self, sequence: Hashable) -> list[int]:
+    def _owned(self, sequence: Hashable) -> array[int]:
         if sequence not in self._tables:
             raise _value_error(
                 "sequence", repr(sequence), "has no pages", "Allocate it, and free it only once"
             )
         return self._tables[sequence]
+
+    def _is_private(self, sequence: Hashable, i: int) -> bool:
+        """Whether nobody else has the i-th page of a sequence, or can find it."""
+        page = self._tables[sequence][i]
+        is_hashed = len(self._digests[sequence]) > i + 1
+        return self._refs[page] == 1 and page not in self._digest_of and not is_hashed
 
     def _check_new(self, sequence: Hashable) -> None:
         if sequence in self._tables:

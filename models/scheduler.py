@@ -286,7 +286,9 @@ class Scheduler:
         start, draw = sequence.computed, None
         tokens = sequence.tokens[start : start + count] or [-1]
         sequence.computed += count
-        self.blocks.register(sequence, sequence.tokens[: sequence.computed])
+        # A page is registered with the first token after it: by then all of its own are known.
+        if (sequence.computed - 1) // self.blocks.page_size > (start - 1) // self.blocks.page_size:
+            self.blocks.register(sequence, sequence.tokens[: sequence.computed])
         if sequence.computed == sequence.length:
             draw = sequence.num_drawn + sequence.params.first_draw
             sequence.length += 1

@@ -24,6 +24,7 @@ from models import sampling
 from models.minigpt import MiniGPT
 from models.scheduler import Call
 
+_MOST = np.iinfo(np.int32).max
 FIELDS = ("start", "count", "slot", "target", "seed", "draw", "temperature", "top_k", "top_p")
 
 
@@ -77,6 +78,15 @@ def place(model: MiniGPT, state: State) -> tuple[Graph, Any, State]:
     return _graph(graph), params, state
 
 
+@functools.cache
+def _padding(num_slots: int) -> np.ndarray:
+    """The fields of a row that computes nothing: no slot, and no filter to draw with."""
+    fields = np.zeros(len(FIELDS), np.int32)
+    fields[[FIELDS.index("slot"), FIELDS.index("target")]] = num_slots
+    fields[FIELDS.index("top_p")] = np.float32(1.0).view(np.int32)
+    return fields
+
+
 def pack(call: Call, tables: list[Any], max_pages: int, num_slots: int) -> np.ndarray:
     """The rows of a call as one array; rows of padding compute nothing and draw to no slot.
 
@@ -91,23 +101,26 @@ def pack(call: Call, tables: list[Any], max_pages: int, num_slots: int) -> np.nd
     """
     num_rows, num_tokens = call.shape
     packed = np.zeros((num_rows, num_tokens + max_pages + len(FIELDS)), np.int32)
-    field = {name: packed[:, i - len(FIELDS)] for i, name in enumerate(FIELDS)}
-    field["slot"][:] = field["target"][:] = num_slots
+    packed[len(call.rows) :, -len(FIELDS) :] = _padding(num_slots)
     for i, (row, table) in enumerate(zip(call.rows, tables, strict=True)):
-        params, count = row.sequence.params, len(row.tokens)
-        packed[i, :count] = row.tokens
+        packed[i, : len(row.tokens)] = row.tokens
         packed[i, num_tokens : num_tokens + len(table)] = table
-        field["start"][i], field["count"][i] = row.start, count
-        field["slot"][i] = row.sequence.slot
-        if row.draw is None:
-            continue
-        field["target"][i], field["draw"][i] = row.sequence.slot, row.draw
-        field["seed"].view(np.uint32)[i] = row.sequence.seed
-        field["temperature"].view(np.float32)[i] = params.temperature
-        field["top_k"][i] = min(params.top_k or 0, np.iinfo(np.int32).max)
-        field["top_p"].view(np.float32)[i] = 1.0 if params.top_p is None else params.top_p
-    if call.rows:  # padding asks for no filter either
-        field["top_p"].view(np.float32)[len(call.rows) :] = 1.0
+    rows, drawing = call.rows, [row.draw is not None for row in call.rows]
+    params = [row.sequence.params for row in rows]
+
+    def fill(name: str, values: list[Any], dtype: Any = np.int32) -> None:
+        packed[: len(rows), FIELDS.index(name) - len(FIELDS)].view(dtype)[:] = values
+
+    slots = [row.sequence.slot for row in rows]
+    fill("start", [row.start for row in rows])
+    fill("count", [len(row.tokens) for row in rows])
+    fill("slot", slots)
+    fill("target", np.where(drawing, slots, num_slots))
+    fill("seed", [row.sequence.seed for row in rows], np.uint32)
+    fill("draw", [row.draw or 0 for row in rows])
+    fill("temperature", [one.temperature for one in params], np.float32)
+    fill("top_k", [min(one.top_k or 0, _MOST) for one in params])
+    fill("top_p", [1.0 if one.top_p is None else one.top_p for one in params], np.float32)
     return packed
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from array import array
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from flax import nnx
 
 from models import step
 from models.engine import Engine, EngineConfig, QueueFullError, SamplingParams
-from models.scheduler import Call
+from models.scheduler import Call, Row, Sequence
 from tests.serving import (
     CONFIG,
     CONTEXT,
@@ -242,6 +243,25 @@ def test_no_step_copies_a_pool():
         program = step.run.lower(*arguments, num_tokens=call.shape[1]).compile().as_text()
         assert f"f32[{shape}]" in program
         assert f"f32[{shape}]{{3,2,1,0}} copy(" not in program
+
+
+def test_a_packed_call_holds_what_each_row_asks_for_and_padding_asks_for_nothing():
+    params = SamplingParams(5, 0.5, top_k=2**40, top_p=0.25, seed=2**32 - 1, n=2)
+    one = Sequence(0, 1, [4, 5, 6], 3, params, slot=2)
+    other = Sequence(1, 0, [7], 1, SamplingParams(5), slot=0)
+    rows = [Row(one, [5, 6], 1, draw=3), Row(other, [-1], 9, draw=None)]
+    packed = step.pack(Call(rows, (4, 2)), [array("i", [8, 9]), array("i", [3])], 3, 4)
+    assert packed[:, :5].tolist() == [[5, 6, 8, 9, 0], [-1, 0, 3, 0, 0], [0] * 5, [0] * 5]
+    field = {name: packed[:, i - len(step.FIELDS)] for i, name in enumerate(step.FIELDS)}
+    assert field["start"].tolist() == [1, 9, 0, 0]
+    assert field["count"].tolist() == [2, 1, 0, 0]
+    assert field["slot"].tolist() == [2, 0, 4, 4]
+    assert field["target"].tolist() == [2, 4, 4, 4]  # the second draws nothing yet
+    assert field["seed"].view(np.uint32).tolist() == [0, 0, 0, 0]  # 2**32 - 1 + choice 1
+    assert field["draw"].tolist() == [3, 0, 0, 0]
+    assert field["temperature"].view(np.float32).tolist() == [0.5, 1, 0, 0]
+    assert field["top_k"].tolist() == [2**31 - 1, 0, 0, 0]
+    assert field["top_p"].view(np.float32).tolist() == [0.25, 1, 1, 1]
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch):
