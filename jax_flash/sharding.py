@@ -19,8 +19,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_flash.spec import AttentionSpec, Gradients, Operands, page_axes, wide_dtype
@@ -100,6 +98,9 @@ def partitioned(
 ) -> Any:
     """``function(*arguments)``, run by each device on its own batch elements and heads.
 
+    Which those are, the query's sharding decides. Such a program cannot be exported for several
+    devices (a limit of JAX's custom partitioning); one with ``shard_map`` can.
+
     Args:
         function: of arrays, whole or a device's part; returns a tree of arrays.
         spec: of the whole call.
@@ -110,10 +111,16 @@ def partitioned(
     """
     if jax.device_count() == 1:
         return function(*arguments)
+    # They take a while to import, and one device does not need them.
+    from jax.experimental.custom_partitioning import custom_partitioning
+    from jax.extend.core import jaxpr_as_fun
+
     varying = _varying_axes(arguments)
-    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    if varying or traced.effects:  # effects: of interpret mode, which calls back
+    if varying:
         return _vary(function(*arguments), varying)
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    if traced.effects:  # of interpret mode, which calls back
+        return function(*arguments)
     flat_roles_in, flat_roles_out = _flat(roles_in), _flat(roles_out)
     structure = jax.tree.structure(arguments)
 
@@ -216,14 +223,14 @@ def _partition(
     def on_each_device(*leaves: Array) -> list[Array]:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             results = function(*leaves)
-        return [
-            _sum_over(
-                x,
-                (() if BATCH in roles else batch_axes)
-                + (() if Q_HEADS in roles or KV_HEADS in roles else head_axes),
-            )
-            for x, roles in zip(results, roles_out, strict=True)
-        ]
+            return [
+                _sum_over(
+                    x,
+                    (() if BATCH in roles else batch_axes)
+                    + (() if Q_HEADS in roles or KV_HEADS in roles else head_axes),
+                )
+                for x, roles in zip(results, roles_out, strict=True)
+            ]
 
     return mesh, on_each_device, list(map(sharding, roles_out)), tuple(map(sharding, roles_in))
 

@@ -80,12 +80,9 @@ def attend(
 ) -> tuple[Array, Array]:
     """:func:`forward` with a choice of configuration, grid size and interpret mode."""
     shape = (spec.batch, spec.q_len, spec.num_q_heads)
-    if 0 in shape or 0 in (spec.kv_len, spec.value_dim):
-        # Without keys all rows are empty; without values there may still be a log-sum-exp.
-        lse = jnp.full(shape, -jnp.inf, jnp.float32)
+    if 0 in shape or spec.kv_len == 0:
         out = jnp.zeros((*shape, spec.value_dim), spec.dtype)
-        if 0 in shape or spec.kv_len == 0:
-            return out, lse
+        return out, jnp.full(shape, -jnp.inf, jnp.float32)
     q, scale = operands.query, spec.scale
     if scale <= 0.0:
         # The row maximum of the scores must be that of the logits.
@@ -147,7 +144,8 @@ def differentiate(
     # Without a barrier XLA makes one slow loop of the reduction and the transposition.
     lse, delta = jax.lax.optimization_barrier((residuals.lse, delta))
     lse, delta = lse.transpose(0, 2, 1), delta.transpose(0, 2, 1)
-    # Rows that see no key have no gradient, nor have those that see a NaN.
+    # Rows that see no key have no gradient. (Nor should those that see a NaN; a NaN key makes lse
+    # one, but a NaN value leaves lse finite, and its rows' gradients become NaN.)
     has_gradient = jnp.isfinite(lse)
     lse = jnp.where(has_gradient, lse, jnp.inf)
     delta = jnp.where(has_gradient, delta, 0.0)

@@ -35,6 +35,7 @@ Test:  python -m pytest tests/test_pallas_backward.py    Compile without a GPU: 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -51,6 +52,8 @@ from pallas_kernels.backward_config import GROUPS, BackwardConfig, default_confi
 from pallas_kernels.backward_layouts import OwnGradients, OwnKeys
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
+
+_SLAB_BYTES = 2**30  # of all copies of dq that a deterministic launch may add up
 
 Array = jax.Array
 Ref = Any
@@ -116,8 +119,12 @@ def attention_backward(
     padding = ((0, 0), (0, 0), (0, surplus))
     lse = jnp.pad(lse * tiles.LOG2_E, padding, constant_values=jnp.inf)
     inputs |= {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": jnp.pad(delta, padding)}
-    slabs = min(num_kv_tiles, max(num_blocks // (batch * num_heads), 1)) if deterministic else 1
-    dq_shape = (slabs * batch, problem.q_len + surplus, problem.num_q_heads, problem.head_dim)
+    dq_shape = (batch, problem.q_len + surplus, problem.num_q_heads, problem.head_dim)
+    slabs = 1
+    if deterministic:
+        affordable = _SLAB_BYTES // max(4 * math.prod(dq_shape), 1)
+        slabs = max(min(num_kv_tiles, num_blocks // (batch * num_heads), affordable), 1)
+    dq_shape = (slabs * batch, *dq_shape[1:])
     # A deterministic launch writes some rows of dk and dv, another launch the others.
     sums = ("dq", "dk", "dv") if deterministic else ("dq",)
     outputs = {} if deterministic else {"dk": k, "dv": v}

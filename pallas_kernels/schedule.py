@@ -165,7 +165,7 @@ def _dealt(ranges: Any, batch: int, num_heads: int, num_blocks: int) -> Array:
     block = jnp.arange(num_blocks, dtype=jnp.int32)[None]
     tile = turn * num_blocks + block
     row = jnp.minimum(tile // tiles_a_head // num_heads, ranges.lo.shape[0] - 1)
-    cost = (ranges.hi - ranges.lo)[row, tile % tiles_a_head]
+    cost = jnp.asarray(ranges.hi - ranges.lo)[row, tile % tiles_a_head]
     cost = jnp.where(tile < num_tiles, cost, -1)
     longest_first = jnp.argsort(-cost, axis=1).astype(jnp.int32)
     shift = np.round(np.arange(turn.size) // 2 * num_blocks * _GOLDEN).astype(np.int32)[:, None]
@@ -228,8 +228,7 @@ class QueryRanges(NamedTuple):
 
     Attributes:
         lo: with ``hi`` the query tiles to visit; those left out see nothing of the key tile.
-        full_lo: with ``full_hi`` the part of them that needs no mask. Rows that see no key at all
-            count as seeing all: their probabilities are 0 whatever is visible.
+        full_lo: with ``full_hi`` the part of them that needs no mask.
         full_hi: likewise.
         hi: likewise.
     """
@@ -266,16 +265,20 @@ def find_query_ranges(
     and packed sequences do; otherwise too many tiles may be visited and too few called full.
     """
     num_kv_tiles = -(-kv_len // block_kv)
-    seen, full = _rows_by_tile(mask, q_len, kv_len, block_q, block_kv)
-    xp: Any = np if isinstance(seen[0], np.ndarray) else jnp
+    some, every, has_empty = _rows_by_tile(mask, q_len, kv_len, block_q, block_kv)
+    xp: Any = np if isinstance(some[0], np.ndarray) else jnp
     # Running extremes are monotone, so a key tile's query tiles can be searched for.
-    lo = _count_up_to(_running_max(seen[1]), num_kv_tiles)
-    hi = xp.maximum(_count_up_to(_running_min(seen[0]), num_kv_tiles), lo)
+    lo = _count_up_to(_running_max(some[1]), num_kv_tiles)
+    hi = xp.maximum(_count_up_to(_running_min(some[0]), num_kv_tiles), lo)
     if mask.q_segments is None:
-        first_full = _count_up_to(_running_min(full[1]), num_kv_tiles)
-        past_full = _count_up_to(_running_max(full[0]), num_kv_tiles)
+        first_full = _count_up_to(_running_min(every[1]), num_kv_tiles)
+        past_full = _count_up_to(_running_max(every[0]), num_kv_tiles)
+        # A NaN in a value must not meet the probabilities of rows that see nothing.
+        first_full = xp.take_along_axis(_next(~has_empty), first_full, axis=1)
+        next_empty = xp.take_along_axis(_next(has_empty), first_full, axis=1)
+        past_full = xp.minimum(past_full, next_empty)
     else:
-        first_full, past_full = _first_run(*full, num_kv_tiles)
+        first_full, past_full = _first_run(*every, num_kv_tiles)
     first_full = xp.clip(first_full, lo, hi)
     past_full = xp.clip(past_full, first_full, hi)
     # Keys past the end are read as zeros, which are no scores.
@@ -290,28 +293,50 @@ def find_query_ranges(
     return ranges, QueryEdges(bool((first_full > lo).any()), bool((past_full < hi).any()))
 
 
-def _rows_by_tile(
-    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int
-) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """By query tile ``[B|1, num_q_tiles]``: key tiles that some rows see, and that all see."""
+class _SeenByTile(NamedTuple):
+    """By query tile ``[B|1, num_q_tiles]``: key tiles that some row sees, and that all rows see.
+
+    Attributes:
+        some: first and past-the-end key tile.
+        every: likewise; of the rows that see anything.
+        has_empty: whether a row of the tile sees nothing, if that is not in ``every``; else None.
+    """
+
+    some: tuple[Any, Any]
+    every: tuple[Any, Any]
+    has_empty: Any
+
+
+def _rows_by_tile(mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int) -> _SeenByTile:
     if mask.q_segments is not None:
         ranges = mask.tile_ranges(q_len, kv_len, block_q, block_kv)
-        return (ranges.lo, ranges.hi), (ranges.full_lo, ranges.full_hi)
+        return _SeenByTile((ranges.lo, ranges.hi), (ranges.full_lo, ranges.full_hi), None)
     start, end = mask.row_ranges(q_len, kv_len)
     xp: Any = np if isinstance(start, np.ndarray) else jnp
     sees = start < end
     past = -(-kv_len // block_kv) * block_kv
 
-    def by_tile(rows: Any, reduction: Any, neutral: int) -> Any:
-        """Reduces the rows of each tile; those that see nothing do not count."""
-        rows = xp.where(sees, rows, neutral)
+    def by_tile(rows: Any, reduction: Any, neutral: Any) -> Any:
+        """Reduces the rows of each tile; those past the end do not count."""
         rows = xp.pad(rows, ((0, 0), (0, -q_len % block_q)), constant_values=neutral)
         return reduction(rows.reshape(rows.shape[0], -1, block_q), axis=2)
 
-    return (
-        (by_tile(start, xp.min, past) // block_kv, -(-by_tile(end, xp.max, 0) // block_kv)),
-        (-(-by_tile(start, xp.max, 0) // block_kv), by_tile(end, xp.min, past) // block_kv),
+    def seeing(rows: Any, reduction: Any, neutral: int) -> Any:
+        return by_tile(xp.where(sees, rows, neutral), reduction, neutral)
+
+    return _SeenByTile(
+        (seeing(start, xp.min, past) // block_kv, -(-seeing(end, xp.max, 0) // block_kv)),
+        (-(-seeing(start, xp.max, 0) // block_kv), seeing(end, xp.min, past) // block_kv),
+        by_tile(~sees, xp.any, False),
     )
+
+
+def _next(condition: Any) -> Any:
+    """``[rows, n + 1]``: the first place from each on where ``condition [rows, n]`` holds, or n."""
+    xp: Any = np if isinstance(condition, np.ndarray) else jnp
+    num = condition.shape[1]
+    places = xp.where(condition, np.arange(num, dtype=np.int32), num)
+    return _running_min(xp.pad(places, ((0, 0), (0, 1)), constant_values=num))
 
 
 def _first_run(full_lo: Array, full_hi: Array, num_kv_tiles: int) -> tuple[Array, Array]:

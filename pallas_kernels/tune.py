@@ -24,7 +24,7 @@ from pallas_kernels import forward as kernel
 from pallas_kernels import tiles
 from pallas_kernels.ops import Ops
 
-_SOURCES = ("forward.py", "ops.py", "schedule.py", "tiles.py")
+_SOURCES = ("forward.py", "ops.py", "recompute.py", "schedule.py", "tiles.py")
 # Registers of a thread by the number of consumers: all that there are, in multiples of 8.
 _REGISTERS = {
     1: {"consumer_registers": 240, "producer_registers": 24},

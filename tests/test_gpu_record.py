@@ -38,7 +38,8 @@ def test_the_record_says_what_ran_on_a_gpu(capsys):
         print(
             f"\ntests on {found.device}, jax {found.jax}, CUDA {found.cuda}, {age:.0f} days ago "
             f"at {found.commit}: {found.passed} passed, {found.skipped} skipped "
-            f"(pytest {found.arguments}); kernel sources changed since: {', '.join(changed) or '–'}",
+            f"(pytest {found.arguments}); kernel sources changed since: "
+            f"{', '.join(changed) or 'none'}",
             file=sys.stderr,  # pytest-xdist shows this one of its workers
         )
 

@@ -329,6 +329,20 @@ def is_caught(layout, barrier, seconds):
             timer.cancel()
 
 
+def test_nan_in_a_value_meets_no_row_that_sees_nothing(interpreted):
+    q, k, v = qkv(1, 128, 128, 1, 1, 64)
+    v[0, 5] = np.nan
+    dq = run(q, k, v, *cotangents(q, v), query_seq_lengths=i32(70))[0]
+    assert not np.asarray(dq)[0, 70:].any()
+
+    q, k, v = (x[0] for x in qkv(1, 192, 194, 1, 1, 128))
+    v[40] = np.nan  # the second sequence has no keys, and the third begins its window later
+    cu_seqlens = {"cu_seqlens_q": i32(0, 64, 128, 192), "cu_seqlens_k": i32(0, 30, 30, 194)}
+    window = {"is_causal": True, "local_window_size": (40, 0)}
+    gradients = run(q, k, v, *cotangents(q, v), ragged_attention, **cu_seqlens, **window)
+    assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in gradients)
+
+
 def run_without(layout, barrier):
     """What :func:`is_caught` runs; wrong gradients are an error too."""
     intact = Kernel.wait
@@ -388,13 +402,15 @@ def test_ranges_hold_what_keys_are_seen_by(name):
         seeing = np.flatnonzero(visible[b, :, keys].any(axis=1)) // block_q
         assert ((lo[b, tile] <= seeing) & (seeing < hi[b, tile])).all()
         rows = slice(full_lo[b, tile] * block_q, full_hi[b, tile] * block_q)
-        empty = ~visible[b, rows].any(axis=1, keepdims=True)
-        assert (visible[b, rows, keys] | empty).all()
+        assert visible[b, rows, keys].all()
         if rows.start < rows.stop:
             assert keys.stop <= kv_len
     if name == "causal":
         np.testing.assert_array_equal(lo[0], [0, 2, 4, 6])
         np.testing.assert_array_equal(full_lo[0], [2, 4, 6, 7])
+    if name == "early":  # tiles 0, 1 and a part of 2 see nothing
+        np.testing.assert_array_equal(lo[0], [2, 4, 7, 7])
+        np.testing.assert_array_equal(full_lo[0], [5, 7, 7, 7])
     if name == "segments":
         np.testing.assert_array_equal(hi[0], [4, 4, 7, 7])
         np.testing.assert_array_equal(full_hi[0] - full_lo[0], [3, 3, 0, 0])

@@ -1,5 +1,6 @@
 """Tile ranges and schedules against the masks themselves, without a kernel."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -123,6 +124,17 @@ def test_a_schedule_has_each_tile_once_with_its_ranges(name, groups):
     np.testing.assert_array_equal(words[:, 2], lo | hi << 16)
     np.testing.assert_array_equal(words[:, 3::2], own_lo | own_hi << 16)
     np.testing.assert_array_equal(words[:, 4::2], full_lo | full_hi << 16)
+
+
+def test_so_many_static_tiles_that_jax_deals_them_out(monkeypatch):
+    monkeypatch.setattr(schedule, "_MAX_HOST_TILES", 0)
+    ranges, _ = schedule.find_ranges(Mask(is_causal=True), 1000, 1000, 64, 2, 128)
+    by_keys, _ = schedule.find_query_ranges(Mask(is_causal=True), 1000, 1000, 64, 128)
+    for make, static in ((schedule.make, ranges), (schedule.make_for_keys, by_keys)):
+        words = np.asarray(jax.jit(lambda: make(static, 2, 3, 5, 2))())  # noqa: B023
+        words = words[words[..., 0] >= 0]
+        tiles = words[:, 1] * static.lo.shape[1] + words[:, 0]
+        np.testing.assert_array_equal(np.sort(tiles), np.arange(6 * static.lo.shape[1]))
 
 
 def test_the_longest_tiles_go_first():
