@@ -10,6 +10,7 @@ An implementation is a module, loaded by name at first use, with
   a later implementation of the table when the choice is automatic;
 - ``forward(spec, operands) -> (out, lse)``;
 - ``backward(spec, residuals, do, delta) -> Gradients``, optional, if FUSED
+- ``declines_gradient(spec) -> str | None``, optional: why another is to compute the gradient
   (:class:`jax_flash.spec.Residuals`, :class:`jax_flash.spec.Gradients`);
 - ``attend`` and ``tune``, optional, for ``jax-flash tune`` (:mod:`jax_flash.tuner`).
 
@@ -204,10 +205,19 @@ def choose(spec: AttentionSpec, implementation: str | Sequence[str] | None, quer
     return decision.chosen
 
 
+def reason_against_gradient(name: str, spec: AttentionSpec) -> str | None:
+    """Why a kernel that runs the call does not compute its gradient; None if it does."""
+    backend = load(name)
+    if not hasattr(backend, "backward"):
+        return "has no backward kernel yet"
+    ask = getattr(backend, "declines_gradient", None)
+    return ask(spec) if ask else None
+
+
 def differentiable(spec: AttentionSpec) -> Backend:
     """The first implementation that supports the call and is differentiable JAX.
 
-    It gives a kernel without ``backward`` its gradient.
+    It gives a kernel its gradient that does not compute it (:func:`reason_against_gradient`).
     """
     device, reasons = device_of(), {}
     for name in NAMES:
@@ -215,7 +225,7 @@ def differentiable(spec: AttentionSpec) -> Backend:
         backend = load(name) if reason is None else None
         if backend is not None and not isinstance(backend, str) and not backend.FUSED:
             break
-        reasons[name] = reason or "has no backward kernel yet"
+        reasons[name] = reason or reason_against_gradient(name, spec) or "is not differentiable"
     assert backend is not None  # the last one supports everything
     assert not isinstance(backend, str)
     decision = Decision(spec, device, name, reasons, is_gradient=True)

@@ -152,9 +152,9 @@ def _backward(
 
     @jax.custom_batching.custom_vmap
     def run(residuals: Residuals, do: Array, dlse: Array) -> Gradients:
-        kernel = getattr(backends.load(name), "backward", None)
-        if kernel is None:
+        if backends.reason_against_gradient(name, spec) is not None:
             return _derived_backward(spec, residuals, do, dlse)
+        kernel = getattr(backends.load(name), "backward")  # noqa: B009 (an optional member)
 
         def on_device(residuals: Residuals, do: Array, dlse: Array) -> Gradients:
             local = spec.with_operands(residuals.operands)

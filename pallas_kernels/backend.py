@@ -61,6 +61,18 @@ def _term_reason(spec: AttentionSpec) -> str | None:
     return None
 
 
+def declines_gradient(spec: AttentionSpec) -> str | None:
+    """What the backward kernel does in interpret mode and has not been seen to do on a GPU."""
+    if spec.deterministic:
+        return "deterministic gradients have not passed their tests on a GPU yet"
+    if not spec.mask.has_static_ranges or spec.mask.q_segments is not None:
+        return (
+            "its gradients with lengths, segments or packed sequences have not passed their "
+            "tests on a GPU yet"
+        )
+    return None
+
+
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
     """Attention of one call.
 
