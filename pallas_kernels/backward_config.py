@@ -85,12 +85,12 @@ def default_config(problem: Problem) -> BackwardConfig:
     split_edges = problem.mask.has_static_ranges and problem.mask.window is None
     ids = problem.mask.q_segments is not None  # compared in the branch
     if widest <= 64:
-        spill_bytes = 200 if ids else 96
+        spill_bytes = 200 if ids else 128  # LLVM of one JAX or another: up to 32 bytes apart
         return BackwardConfig(
             block_q=128, parts=2, split_edges=split_edges, spill_bytes=spill_bytes
         )
     if widest <= 128:
-        return BackwardConfig(split_edges=split_edges, spill_bytes=96 if ids else 48)
+        return BackwardConfig(split_edges=split_edges, spill_bytes=112 if ids else 48)
     if widest <= 192:
         return BackwardConfig(own_gradients=True, split_edges=split_edges)
     return BackwardConfig(
