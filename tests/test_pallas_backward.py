@@ -14,20 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash import backends, dot_product_attention, ragged_attention, reference
 from jax_flash.mask import Mask
-from jax_flash.spec import Device
 from pallas_kernels import backend, schedule
 from pallas_kernels import backward_config as kernel_config
 from pallas_kernels.backward_body import Kernel
 from tests import oracle64
 from tests.conftest import ROOT
-
-HOPPER = Device("gpu", "9.0", "NVIDIA H200")
-WITH_RACES = plgpu.InterpretGPUParams(detect_races=True)
-ON_GPU = jax.default_backend() == "gpu"
+from tests.kernel_cases import COMMON_CASES, HOPPER, ON_GPU, WITH_RACES, i32, qkv, rand
 
 
 @pytest.fixture
@@ -51,18 +46,6 @@ def interpreted(monkeypatch, capfd):
         monkeypatch.setattr(backend, "forward", reference.forward)
     yield use
     assert "RACE DETECTED" not in capfd.readouterr().out
-
-
-def rand(seed, *shape, dtype="bfloat16"):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
-
-
-def qkv(batch, tq, tk, hq, hk, d, dv=None, dtype="bfloat16"):
-    return (
-        rand(0, batch, tq, hq, d, dtype=dtype),
-        rand(1, batch, tk, hk, d, dtype=dtype),
-        rand(2, batch, tk, hk, dv or d, dtype=dtype),
-    )
 
 
 def cotangents(q, v):
@@ -95,36 +78,12 @@ def check(got, want, tolerance=4e-3):
         assert np.linalg.norm(x - want[name]) <= tolerance * max(scale, 1e-30), name
 
 
-def i32(*values):
-    return np.array(values, np.int32)
-
-
-# name: shapes (batch, tq, tk, hq, hk, d[, dv]), the call's keywords, the oracle's keywords
-CASES = {
-    "one token": ((1, 1, 1, 1, 1, 64), {}, {}),
-    "odd lengths": ((1, 65, 131, 2, 1, 64), {}, {}),
-    "narrow dims": ((1, 70, 70, 1, 1, 40, 24), {"is_causal": True}, {"is_causal": True}),
+CASES = COMMON_CASES | {
     "D64/128": ((1, 70, 140, 1, 1, 64, 128), {}, {}),
     "grouped heads": ((2, 130, 200, 4, 2, 128), {"is_causal": True, "q_offset": 70}, None),
     "D192/128": ((1, 64, 130, 2, 1, 192, 128), {}, {}),
     "D256": ((1, 70, 130, 2, 2, 256), {"is_causal": True, "q_offset": 60}, None),
-    "empty rows": ((1, 150, 64, 1, 1, 64), {"is_causal": True, "q_offset": -70}, None),
     "keys that none sees": ((1, 64, 300, 1, 1, 128), {"is_causal": True}, None),
-    "window": (
-        (1, 200, 200, 1, 1, 64),
-        {"local_window_size": (40, 20), "q_offset": 10},
-        {"window": (40, 20), "q_offset": 10},
-    ),
-    "causal window": (
-        (1, 260, 260, 1, 1, 128),
-        {"local_window_size": (70, 0), "is_causal": True},
-        {"window": (70, 0), "is_causal": True},
-    ),
-    "offsets": (
-        (2, 100, 150, 1, 1, 64),
-        {"is_causal": True, "q_offset": i32(-30, 50)},
-        {"is_causal": True, "q_offset": i32(-30, 50)},
-    ),
     "lengths": (
         (4, 100, 200, 1, 1, 128),
         {"query_seq_lengths": i32(100, 3, 70, 0), "key_value_seq_lengths": i32(130, 200, 0, 9)},

@@ -12,19 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash import backends, dot_product_attention, explain, ragged_attention
 from jax_flash.spec import Device
 from pallas_kernels import backend
 from pallas_kernels import forward as kernel
 from tests import oracle64
-
-HOPPER = Device("gpu", "9.0", "NVIDIA H200")
-WITH_RACES = plgpu.InterpretGPUParams(detect_races=True)
-
-
-ON_GPU = jax.default_backend() == "gpu"
+from tests.kernel_cases import COMMON_CASES, HOPPER, ON_GPU, WITH_RACES, i32, qkv, rand
 
 
 @pytest.fixture
@@ -46,18 +40,6 @@ def interpreted(monkeypatch, capfd):
         monkeypatch.setattr(backends, "device_of", lambda *_: HOPPER)
     yield use
     assert "RACE DETECTED" not in capfd.readouterr().out
-
-
-def rand(seed, *shape, dtype="bfloat16"):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
-
-
-def qkv(batch, tq, tk, hq, hk, d, dv=None, dtype="bfloat16"):
-    return (
-        rand(0, batch, tq, hq, d, dtype=dtype),
-        rand(1, batch, tk, hk, d, dtype=dtype),
-        rand(2, batch, tk, hk, dv or d, dtype=dtype),
-    )
 
 
 def check(result, expected):
@@ -86,38 +68,14 @@ def run(q, k, v, **keywords):
     return call(q, k, v, arrays)
 
 
-def i32(*values):
-    return np.array(values, np.int32)
-
-
 ANY_IDS = np.random.default_rng(7).integers(-2, 3, (2, 140)).astype(np.int32)
 SORTED_IDS = np.sort(np.random.default_rng(8).integers(0, 5, (2, 150)), axis=1).astype(np.int32)
 
-# name: shapes (batch, tq, tk, hq, hk, d[, dv]), the call's keywords, the oracle's keywords
-CASES = {
-    "one token": ((1, 1, 1, 1, 1, 64), {}, {}),
-    "odd lengths": ((1, 65, 131, 2, 1, 64), {}, {}),
+CASES = COMMON_CASES | {
     "two rounds": ((1, 200, 136, 3, 3, 64), {"is_causal": True}, {"is_causal": True}),
-    "narrow dims": ((1, 70, 70, 1, 1, 40, 24), {"is_causal": True}, {"is_causal": True}),
     "D128": ((1, 130, 200, 2, 1, 128), {"is_causal": True, "q_offset": 70}, None),
     "D192/128": ((1, 64, 130, 1, 1, 192, 128), {}, {}),
     "D256": ((1, 70, 130, 1, 1, 256), {"is_causal": True, "q_offset": 60}, None),
-    "empty rows": ((1, 150, 64, 1, 1, 64), {"is_causal": True, "q_offset": -70}, None),
-    "window": (
-        (1, 200, 200, 1, 1, 64),
-        {"local_window_size": (40, 20), "q_offset": 10},
-        {"window": (40, 20), "q_offset": 10},
-    ),
-    "causal window": (
-        (1, 260, 260, 1, 1, 128),
-        {"local_window_size": (70, 0), "is_causal": True},
-        {"window": (70, 0), "is_causal": True},
-    ),
-    "offsets": (
-        (2, 100, 150, 1, 1, 64),
-        {"is_causal": True, "q_offset": i32(-30, 50)},
-        {"is_causal": True, "q_offset": i32(-30, 50)},
-    ),
     "lengths": (
         (4, 100, 200, 1, 1, 64),
         {"query_seq_lengths": i32(100, 3, 70, 0), "key_value_seq_lengths": i32(130, 200, 0, 9)},

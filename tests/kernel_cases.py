@@ -1,0 +1,53 @@
+"""What the tests of the forward and of the backward Mosaic kernel share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_flash.spec import Device
+
+HOPPER = Device("gpu", "9.0", "NVIDIA H200")
+WITH_RACES = plgpu.InterpretGPUParams(detect_races=True)
+ON_GPU = jax.default_backend() == "gpu"
+
+
+def rand(seed, *shape, dtype="bfloat16"):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+
+
+def qkv(batch, tq, tk, hq, hk, d, dv=None, dtype="bfloat16"):
+    return (
+        rand(0, batch, tq, hq, d, dtype=dtype),
+        rand(1, batch, tk, hk, d, dtype=dtype),
+        rand(2, batch, tk, hk, dv or d, dtype=dtype),
+    )
+
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+
+# name: shapes (batch, tq, tk, hq, hk, d[, dv]), the call's keywords, the oracle's keywords, which
+# are the same if None
+COMMON_CASES = {
+    "one token": ((1, 1, 1, 1, 1, 64), {}, {}),
+    "odd lengths": ((1, 65, 131, 2, 1, 64), {}, {}),
+    "narrow dims": ((1, 70, 70, 1, 1, 40, 24), {"is_causal": True}, {"is_causal": True}),
+    "empty rows": ((1, 150, 64, 1, 1, 64), {"is_causal": True, "q_offset": -70}, None),
+    "window": (
+        (1, 200, 200, 1, 1, 64),
+        {"local_window_size": (40, 20), "q_offset": 10},
+        {"window": (40, 20), "q_offset": 10},
+    ),
+    "causal window": (
+        (1, 260, 260, 1, 1, 128),
+        {"local_window_size": (70, 0), "is_causal": True},
+        {"window": (70, 0), "is_causal": True},
+    ),
+    "offsets": (
+        (2, 100, 150, 1, 1, 64),
+        {"is_causal": True, "q_offset": i32(-30, 50)},
+        {"is_causal": True, "q_offset": i32(-30, 50)},
+    ),
+}
