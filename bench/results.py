@@ -59,11 +59,13 @@ class Row:
         impl: who computed it, such as "jax_flash.mosaic" or "fa3".
         mode: which part: "fwd", "bwd", "fwd+bwd", each also with " sustained"; "compile",
             "dispatch".
-        time_us: of one call; None if there is no figure, and then ``note`` says why.
+        time_us: of one call; where there is neither it nor ``amount``, ``note`` says why.
         tflops: floating-point operations of the matrix products by time.
         gbps: bytes that must be moved by time, where that is the limit.
         error: relative to an fp32 computation (:mod:`bench.accuracy`).
         note: anything else.
+        amount: a figure that is no time, such as peak memory; in ``unit``.
+        unit: of ``amount``: "bytes", "tokens/s", ...
     """
 
     case: str
@@ -74,6 +76,24 @@ class Row:
     gbps: float | None = None
     error: float | None = None
     note: str | None = None
+    amount: float | None = None
+    unit: str | None = None
+
+    @property
+    def has_figure(self) -> bool:
+        """Whether anything was measured."""
+        return self.time_us is not None or self.amount is not None
+
+    @property
+    def figure(self) -> str:
+        """What a table shows: the amount, TFLOP/s, or the time where there is neither."""
+        if self.amount is not None:
+            if self.unit == "bytes":
+                return f"{self.amount / 2**30:.3f} GiB"
+            return f"{self.amount:.4g} {self.unit}"
+        if self.tflops is not None:
+            return f"{self.tflops:.0f}"
+        return "–" if self.time_us is None else f"{self.time_us:.1f} µs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +155,10 @@ def _run_of(content: Any, where: str) -> Run:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"{where}: rows holds {twice} twice; one file holds one run")
     for row in rows:
-        if row.time_us is None and row.note is None:
-            raise ValueError(f"{where}: {row} has no time_us and no note that says why")
+        if (row.amount is None) != (row.unit is None):
+            raise ValueError(f"{where}: {row} must have amount and unit, or neither")
+        if not row.has_figure and row.note is None:
+            raise ValueError(f"{where}: {row} has no time_us or amount, and no note that says why")
     return Run(meta, rows)
 
 
@@ -196,39 +218,39 @@ def table(
 ) -> str:
     """A Markdown table of one mode: a row for each case, a column for each implementation.
 
-    A cell has TFLOP/s (µs where the rows have none) and, for a peer, how many times as fast ours
-    is. The rows at the end are geometric means of those ratios and the worst ones, over all cases
-    and over each of ``groups`` ({name: cases}); the column "best peer" compares with the fastest
-    of each case.
+    A cell has :attr:`Row.figure` and, for a peer that was timed, how many times as fast ours is.
+    The rows at the end are geometric means of those ratios and the worst ones, over all cases and
+    over each of ``groups`` ({name: cases}); the column "best peer" compares with the fastest of
+    each case.
     """
     times = run.times(mode)
-    figures = {(r.case, r.impl): r.tflops for r in run.rows if r.mode == mode}
-    impls = list(dict.fromkeys(impl for row in times.values() for impl in row))
+    shown = [row for row in run.rows if row.mode == mode and row.has_figure]
+    figures = {(row.case, row.impl): row.figure for row in shown}
+    cases = list(dict.fromkeys(row.case for row in shown))
+    impls = list(dict.fromkeys(row.impl for row in shown))
     peers = [impl for impl in impls if impl != ours]
     columns = ([ours] if ours in impls else []) + peers
 
     def cell(case: str, impl: str) -> str:
-        if impl not in times[case]:
-            return "–"
-        figure = figures[case, impl]
-        text = f"{times[case][impl]:.1f} µs" if figure is None else f"{figure:.0f}"
-        if impl == ours or ours not in times[case]:
+        text = figures.get((case, impl), "–")
+        row = times.get(case, {})
+        if impl == ours or impl not in row or ours not in row:
             return text
-        return f"{text} ({times[case][impl] / times[case][ours]:.2f}×)"
+        return f"{text} ({row[impl] / row[ours]:.2f}×)"
 
     def ratio(case: str, peer: str | None) -> float | None:
-        row = times[case]
+        row = times.get(case, {})
         others = [t for impl, t in row.items() if impl != ours and peer in (None, impl)]
         return min(others) / row[ours] if ours in row and others else None
 
     lines = [["case", *columns, "best peer"]]
-    for case in times:
+    for case in cases:
         best = ratio(case, None)
         cells = [cell(case, impl) for impl in columns]
         lines.append([case, *cells, "–" if best is None else f"{best:.2f}×"])
-    for group, members in {"all cases": tuple(times), **(groups or {})}.items():
+    for group, members in {"all cases": tuple(cases), **(groups or {})}.items():
         ratios = {
-            peer: [x for case in times if case in members and (x := ratio(case, peer)) is not None]
+            peer: [x for case in cases if case in members and (x := ratio(case, peer)) is not None]
             for peer in (*peers, None)
         }
         if len(max(ratios.values(), key=len)) < 2:

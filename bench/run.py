@@ -3,6 +3,10 @@
 Prints a table, and writes a result file if all cases were run or ``--out`` names one. A case's
 results are checked against fp32 before they are timed; what is less accurate than twice plain
 attention in low precision is marked in ``note``. A peer that is not installed is listed as absent.
+
+Suites that measure something else than these calls are modules of their own (:data:`MODULES`). Each
+offers ``measure(arguments) -> Iterator[Row]``, and may offer ``NOTE``, for the file's meta, and
+``ENVIRONMENT``, variables that must be set before JAX looks for a device.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import importlib
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,11 +29,15 @@ from bench.results import OURS, Row
 
 _COMPILER_THREADS = 8
 _EXPLANATION_LENGTH = 300
+_OUR_PACKAGE = OURS.partition(".")[0]
+
+# The suites that are modules of their own.
+MODULES: dict[str, str] = {}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``python -m bench run``."""
-    parser.add_argument("suite", choices=cases.SUITES, help="what to time")
+    parser.add_argument("suite", choices=[*cases.SUITES, *MODULES], help="what to time")
     parser.add_argument(
         "--cases", nargs="+", metavar="TEXT", help="only cases whose name contains one of these"
     )
@@ -48,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Times the suite; 0 if ours computed every case rightly, 1 if not, 2 if nothing ran."""
-    import jax
-
+    if arguments.suite in MODULES:
+        return _run_module(importlib.import_module(MODULES[arguments.suite]), arguments)
     from bench import peers
 
     chosen, modes = cases.SUITES[arguments.suite]
@@ -64,25 +74,87 @@ def run(arguments: argparse.Namespace) -> int:
     if not chosen:
         print(f"no case of {arguments.suite!r} has {wanted} in its name", file=sys.stderr)
         return 2
-    if jax.default_backend() != "gpu":
-        print(
-            f"python -m bench run needs an NVIDIA GPU; JAX finds only {jax.devices()}. "
-            "python -m bench aot compiles the kernels without one.",
-            file=sys.stderr,
-        )
+    if not _has_gpu():
         return 2
+    timed = _Suite(chosen, modes, [OURS, *names], arguments)
+    save, out = _saving(arguments)
+    timed.run(save)
+    return _report(timed.result, {"grid": {case.name for case in cases.GRID}}, out)
+
+
+def _run_module(module: Any, arguments: argparse.Namespace) -> int:
+    """Runs a suite that is a module of its own; saves and prints after every row."""
+    os.environ.update(getattr(module, "ENVIRONMENT", {}))
+    if not _has_gpu():
+        return 2
+    start = time.perf_counter()
+    save, out = _saving(arguments)
+    meta = _ceilings(_meta(arguments, getattr(module, "NOTE", None)))
+    rows: list[Row] = []
+    for row in module.measure(arguments):
+        rows.append(row)
+        print(_line(row), flush=True)
+        save(results.Run(meta, tuple(rows)))
+    print(f"measured after {time.perf_counter() - start:.0f} s")
+    if not rows:
+        print(f"{arguments.suite!r} measured nothing; do --cases fit?", file=sys.stderr)
+        return 2
+    return _report(results.Run(meta, tuple(rows)), {}, out)
+
+
+def _has_gpu() -> bool:
+    import jax
+
+    if jax.default_backend() == "gpu":
+        return True
+    print(
+        f"python -m bench run needs an NVIDIA GPU; JAX finds only {jax.devices()}. "
+        "python -m bench aot compiles the kernels without one.",
+        file=sys.stderr,
+    )
+    return False
+
+
+def _saving(arguments: argparse.Namespace) -> tuple[Callable[[results.Run], None], Path | None]:
+    """What saves a run, and where: nowhere if only part of the suite is measured."""
     out = arguments.out
     if out is None and not arguments.cases and not arguments.quick:
         out = provenance.ROOT / f"bench/results/{arguments.suite}.json"
-    timed = _Suite(chosen, modes, [OURS, *names], arguments)
-    timed.run(functools.partial(results.write, out) if out else lambda _: None)
-    grid = {"grid": {case.name for case in cases.GRID}}
-    for mode in timed.result.modes:
-        print(f"\n{mode}\n{results.table(timed.result, mode, groups=grid)}")
+    return functools.partial(results.write, out) if out else lambda _: None, out
+
+
+def _meta(arguments: argparse.Namespace, note: str | None) -> results.Meta:
+    return results.Meta(
+        **provenance.device(),
+        commit=arguments.commit or provenance.commit(),
+        date=provenance.date(),
+        matmul_tflops=None,
+        read_gbps=None,
+        note=note,
+    )
+
+
+def _ceilings(meta: results.Meta) -> results.Meta:
+    """Measures them and prints what is known of the machine."""
+    from bench import roofline
+
+    matmul, read = round(roofline.matmul_tflops(), 1), round(roofline.read_gbps(), 1)
+    print(
+        f"{meta.device}, driver {meta.driver}, jax {meta.jax}, CUDA {meta.cuda}, commit "
+        f"{meta.commit}: matrix products {matmul} TFLOP/s, reads {read} GB/s",
+        flush=True,
+    )
+    return dataclasses.replace(meta, matmul_tflops=matmul, read_gbps=read)
+
+
+def _report(found: results.Run, groups: dict[str, set[str]], out: Path | None) -> int:
+    """Prints the tables; 1 if ours has no figure somewhere, or an inaccurate one."""
+    for mode in found.modes:
+        print(f"\n{mode}\n{results.table(found, mode, groups=groups)}")
     if out:
         print(f"\nwritten: {out}")
-    ours = [row for row in timed.rows if row.impl == OURS]
-    return int(any(row.time_us is None or row.note == results.INACCURATE for row in ours))
+    ours = [row for row in found.rows if row.impl.startswith(_OUR_PACKAGE)]
+    return int(any(not row.has_figure or row.note == results.INACCURATE for row in ours))
 
 
 @dataclasses.dataclass
@@ -108,13 +180,9 @@ class _Suite:
         self._cases, self._modes, self._impls = chosen, modes, list(impls)
         self._arguments = arguments
         self._timing = {"rounds": 2, "iterations": 3} if arguments.quick else {}
-        self._meta = results.Meta(
-            **provenance.device(),
-            commit=arguments.commit or provenance.commit(),
-            date=provenance.date(),
-            matmul_tflops=None,
-            read_gbps=None,
-            note="short: kernel time by CUPTI, median of "
+        self._meta = _meta(
+            arguments,
+            "short: kernel time by CUPTI, median of "
             f"{self._timing.get('rounds', 5)} medians of {self._timing.get('iterations', 5)} "
             "launches, implementations interleaved; sustained: wall-clock time of a 1.2 s loop. "
             "error: relative to fp32, last sequence, first and last key head.",
@@ -133,7 +201,7 @@ class _Suite:
         jax.config.update("jax_enable_compilation_cache", False)
         start = time.perf_counter()
         self._leave_out_absent()
-        self._measure_ceilings()
+        self._meta = _ceilings(self._meta)
         if not self._arguments.quick:
             self._measure_python()
         print(f"{time.perf_counter() - start:.0f} s so far; compiling", flush=True)
@@ -167,21 +235,6 @@ class _Suite:
                 print(f"absent: {impl}: {error}")
             except peers.RefusedError:
                 pass  # this case, perhaps not others
-
-    def _measure_ceilings(self) -> None:
-        from bench import roofline
-
-        self._meta = dataclasses.replace(
-            self._meta,
-            matmul_tflops=round(roofline.matmul_tflops(), 1),
-            read_gbps=round(roofline.read_gbps(), 1),
-        )
-        print(
-            f"{self._meta.device}, driver {self._meta.driver}, jax {self._meta.jax}, CUDA "
-            f"{self._meta.cuda}, commit {self._meta.commit}: matrix products "
-            f"{self._meta.matmul_tflops} TFLOP/s, reads {self._meta.read_gbps} GB/s",
-            flush=True,
-        )
 
     def _measure_python(self) -> None:
         """What Python adds to a call of a compiled function, then what a compilation takes.
@@ -300,6 +353,8 @@ class _Suite:
 def _line(row: Row) -> str:
     time_us = "–" if row.time_us is None else f"{row.time_us:.1f}"
     tflops = "" if row.tflops is None else f"{row.tflops:.0f} TFLOP/s"
+    if row.amount is not None:
+        tflops = row.figure
     error = "" if row.error is None else f"error {row.error:.1e}"
     return (
         f"{row.case:<56} {row.impl:<17} {row.mode:<17} {time_us:>10} µs {tflops:>12} {error} "

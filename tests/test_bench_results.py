@@ -67,6 +67,9 @@ def changed(where, key, value):
         ("rows", "tflops", float("inf"), "must be finite"),
         ("rows", "error", float("nan"), "must be finite"),
         ("rows", "colour", "red", "unknown keys"),
+        ("rows", "amount", 5.0, "amount and unit, or neither"),
+        ("rows", "unit", "bytes", "amount and unit, or neither"),
+        ("rows", "amount", "5", "amount must be"),
     ],
 )
 def test_a_file_of_another_shape_is_refused(tmp_path, where, key, value, message):
@@ -113,6 +116,27 @@ def test_rows_without_flops_show_their_time():
     table = results.table(RUN, "dispatch").splitlines()
     assert cells(table[2]) == ["a", "40.9 µs", "45.5 µs (1.11×)", "1.11×"]
     assert len(table) == 3  # one case has no mean
+
+
+def test_a_row_may_have_an_amount_instead_of_a_time(tmp_path):
+    rows = (
+        Row("S512", OURS, "fwd", None, amount=3 * 2.0**20, unit="bytes"),
+        Row("S512", "xla", "fwd", None, amount=2.0**31, unit="bytes"),
+        Row("S1024", OURS, "fwd", None, amount=2.0**30, unit="bytes"),
+        Row("S1024", "xla", "fwd", None, note="out of memory"),
+        Row("train", OURS, "step", 2000.0, amount=123456.0, unit="tokens/s"),
+        Row("train", "xla", "step", 3000.0, amount=82304.0, unit="tokens/s"),
+    )
+    path = tmp_path / "memory.json"
+    results.write(path, Run(META, rows))
+    found = results.read(path)
+    assert found.rows == rows
+    memory = results.table(found, "fwd").splitlines()
+    assert cells(memory[2]) == ["S512", "0.003 GiB", "2.000 GiB", "–"]
+    assert cells(memory[3]) == ["S1024", "1.000 GiB", "–", "–"]
+    assert len(memory) == 4
+    step = results.table(found, "step").splitlines()
+    assert cells(step[2]) == ["train", "1.235e+05 tokens/s", "8.23e+04 tokens/s (1.50×)", "1.50×"]
 
 
 def test_a_table_without_ours_has_no_ratios():

@@ -2,7 +2,9 @@
 
 import argparse
 import functools
+import importlib
 import itertools
+import os
 import subprocess
 import sys
 import types
@@ -16,6 +18,7 @@ import jax_flash
 from bench import accuracy, cases, peers, provenance, results, roofline, run, timing
 from bench.cases import Case
 from bench.provenance import ROOT
+from bench.results import Row
 from tests import oracle64 as oracle
 
 SMALL = (
@@ -163,6 +166,55 @@ def test_an_implementation_that_fails_is_a_line_and_not_the_end(tmp_path, monkey
     assert ran("forward", "--cases", name, "--peers", "broken", "--out", str(out)) == 0
     notes = [row.note for row in results.read(out).rows if row.impl == "broken"]
     assert notes == ["RuntimeError: out of luck"] * 2  # dispatch and fwd
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    """A suite "other" that is a module of its own, and measures what a test puts in ``rows``."""
+    module = types.SimpleNamespace(
+        rows=[], NOTE="by hand", ENVIRONMENT={"BENCH_OTHER": "1"}, measure=lambda _: module.rows
+    )
+    monkeypatch.setitem(sys.modules, "bench.other", module)
+    monkeypatch.setitem(run.MODULES, "other", "bench.other")
+    monkeypatch.setenv("BENCH_OTHER", "0")
+    return module
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_module_is_a_suite(suite, tmp_path, capsys):
+    out = tmp_path / "other.json"
+    saved = []
+
+    def rows():
+        yield Row("a", "jax_flash.cuda", "decode", 10.0)
+        saved.append(results.read(out).rows)
+        assert os.environ["BENCH_OTHER"] == "1"
+        yield Row("a", "xla", "decode", None, amount=2.0**30, unit="bytes")
+
+    suite.rows = rows()
+    assert ran("other", "--out", str(out)) == 0
+    found = results.read(out)
+    assert (found.meta.note, found.meta.matmul_tflops) == ("by hand", 800.0)
+    assert [row.impl for row in found.rows] == ["jax_flash.cuda", "xla"]
+    assert saved == [found.rows[:1]]  # what was measured survives what comes after it
+    assert "1.000 GiB" in capsys.readouterr().out
+    suite.rows = [Row("a", "jax_flash.cuda", "decode", None, note="no")]
+    assert ran("other", "--quick") == 1
+    suite.rows = []
+    assert ran("other", "--quick") == 2
+    assert "measured nothing" in capsys.readouterr().err
+
+
+def test_the_modules_of_suites_exist():
+    for name in run.MODULES.values():
+        assert callable(importlib.import_module(name).measure)
+
+
+def test_a_module_needs_a_gpu_too(suite, capsys):
+    if jax.default_backend() == "gpu":
+        pytest.skip("says what happens without a GPU")
+    assert ran("other") == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
