@@ -315,24 +315,54 @@ def packed_mask(
     )
 
 
-# Dropout. Bits are a pure function of (seed of the batch element, head, row, column):
-#   row_key    = mix(mix(seed0 ^ head * 0x9E3779B9) + row)
-#   column_key = mix(seed1 + column)
-#   bits       = mix(row_key ^ column_key),   kept iff bits >= round(rate * 2**32)
+# Dropout. Whether a probability is kept is a pure function of (seeds of the batch element, query
+# head, row, key):
+#   row_key  = mix(mix(seed0 ^ head * GOLDEN) + row)
+#   bits     = mix(row_key ^ (seed1 + group(key) * GOLDEN))
+#   kept iff  the half (key >> 3) & 1 of bits  >=  round(rate * 2**16)
+# Keys that differ in bit 3 alone are a group and share 32 bits: they are in the same thread in both
+# layouts of a tile on tensor cores, queries by keys and keys by queries.
 # `mix` is the 32-bit finaliser "lowbias32" of C. Wellons ("Hash Prospector", 2018, public domain):
 # two multiplications, no high product, so that it also runs inside a Mosaic kernel.
-_GOLDEN = np.uint32(0x9E3779B9)
+DROPOUT_GOLDEN = np.uint32(0x9E3779B9)
+DROPOUT_MIX = ((16, np.uint32(0x21F0AAAD)), (15, np.uint32(0xD35A2D97)), (15, None))
 
 
 def _mix(x: Array) -> Array:
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0xD35A2D97)
-    return x ^ (x >> np.uint32(15))
+    for shift, factor in DROPOUT_MIX:
+        x = x ^ (x >> np.uint32(shift))
+        x = x if factor is None else x * factor
+    return x
+
+
+def dropout_threshold(rate: float) -> int:
+    """What the 16 bits of a probability must reach for it to be kept, for a rate below 1."""
+    return min(round(rate * 2.0**16), 2**16 - 1)
+
+
+def dropout_row_keys(seeds: Array, heads: Array, rows: Array) -> Array:
+    """uint32 ``[B, H, q]``, from which with the key the dropout mask of each query row is made."""
+    head_key = _mix(seeds[:, :1] ^ heads.astype(jnp.uint32)[None] * DROPOUT_GOLDEN)
+    return _mix(head_key[:, :, None] + rows.astype(jnp.uint32))
 
 
 def dropout_seeds(key: Array, batch: int) -> Array:
     """Seeds uint32 ``[B, 2]`` from a JAX key; one pair a batch element, so that folding is safe."""
     return jax.random.bits(key, (batch, 2), jnp.uint32)
+
+
+def dropout_bits(row_key: Array, seed: Array, keys: Array) -> Array:
+    """The 16 bits that decide about each probability, as uint32; the arguments broadcast.
+
+    Args:
+        row_key: uint32, of :func:`dropout_row_keys`.
+        seed: uint32, the batch element's second seed.
+        keys: int32, key indices.
+    """
+    key = keys.astype(jnp.uint32)
+    group = (key >> np.uint32(4) << np.uint32(3)) | (key & np.uint32(7))
+    bits = _mix(row_key ^ (seed + group * DROPOUT_GOLDEN))
+    return bits >> (key >> np.uint32(3) & np.uint32(1)) * np.uint32(16) & np.uint32(0xFFFF)
 
 
 def dropout_keep(seeds: Array, heads: Array, rows: Array, columns: Array, rate: float) -> Array:
@@ -350,8 +380,6 @@ def dropout_keep(seeds: Array, heads: Array, rows: Array, columns: Array, rate: 
     """
     if rate >= 1.0:
         return jnp.zeros((seeds.shape[0], heads.size, rows.size, columns.size), bool)
-    head_key = _mix(seeds[:, :1] ^ heads.astype(jnp.uint32)[None] * _GOLDEN)
-    row_key = _mix(head_key[:, :, None] + rows.astype(jnp.uint32))
-    column_key = _mix(seeds[:, 1:] + columns.astype(jnp.uint32)[None])
-    bits = _mix(row_key[:, :, :, None] ^ column_key[:, None, None, :])
-    return bits >= np.uint32(min(round(rate * 2.0**32), 2**32 - 1))
+    row_key = dropout_row_keys(seeds, heads, rows)[:, :, :, None]
+    bits = dropout_bits(row_key, seeds[:, 1, None, None, None], columns)
+    return bits >= np.uint32(dropout_threshold(rate))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+
 from jax_flash.mask import Mask
 from pallas_kernels import tiles
 
@@ -89,6 +91,11 @@ class Problem:
         dtype: of q, k, v and out.
         scale: factor of the logits, > 0.
         mask: static part of the mask; its arrays are ShapeDtypeStructs.
+        bias: ``[B|1, Hq|1, Tq|1, Tk|1]``, added to the logits; None if there is none.
+        has_alibi: whether ALiBi slopes are given.
+        has_sinks: whether sinks are given.
+        soft_cap: ``c`` of ``c * tanh(x / c)``, or None.
+        dropout_rate: probability of dropping, in [0, 1).
         num_blocks: thread blocks to launch at most.
     """
 
@@ -102,12 +109,35 @@ class Problem:
     dtype: Any
     scale: float
     mask: Mask
+    bias: jax.ShapeDtypeStruct | None = None
+    has_alibi: bool = False
+    has_sinks: bool = False
+    soft_cap: float | None = None
+    dropout_rate: float = 0.0
     num_blocks: int = 132
 
     @property
+    def has_plain_scores(self) -> bool:
+        """Whether scores are nothing but products."""
+        return self.bias is None and not self.has_alibi and self.soft_cap is None
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether there is anything beside products and intervals of visible keys."""
+        extra = self.has_sinks or self.dropout_rate > 0.0 or self.mask.array is not None
+        return extra or not self.has_plain_scores
+
+    @property
+    def can_hide(self) -> bool:
+        """Whether a query may be kept from seeing a key."""
+        return self.bias is not None or not self.mask.is_trivial
+
+    @property
     def scale_log2(self) -> float:
-        """From scores to log2 units."""
-        return self.scale * tiles.LOG2_E
+        """From scores (:meth:`pallas_kernels.terms.Terms.scores`) to logits in log2 units."""
+        if self.soft_cap is not None:
+            return self.soft_cap * tiles.LOG2_E
+        return tiles.LOG2_E * (self.scale if self.has_plain_scores else 1.0)
 
 
 def default_config(problem: Problem) -> ForwardConfig:

@@ -31,6 +31,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_flash import mask
+
 Array = jax.Array
 Ref = Any
 
@@ -151,6 +153,62 @@ class Ops:
         start = jnp.minimum(first, ref.shape[0] - size)
         rows = jnp.minimum(jnp.arange(count) + (first - start), size - 1)
         return jnp.take(ref[pl.ds(start, size)], rows, axis=0)
+
+    def float_iota(self, size: int, layout: Any) -> Array:
+        """fp32 ``[size]`` counting up, one entry a row (ROWS) or a column (COLUMNS) of a TILE."""
+        if self.interpret is not None:
+            return lax.iota(jnp.float32, size)
+        if layout is not COLUMNS:
+            index = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+            return index.astype(jnp.float32)
+        # Eight columns are converted, the others are sums: few instructions, few registers.
+        first = plgpu.broadcasted_iota(jnp.int32, (8,), 0, layout=layout).astype(jnp.float32)
+        return _counted_on(first, size)
+
+    def reciprocal(self, x: Array) -> Array:
+        """``1 / x`` of an fp32 TILE, to 1 ulp; 0 for inf."""
+        return 1.0 / x if self.interpret is not None else _reciprocal(x)
+
+    def hide_by_bits(self, s: Array, words: Ref, row: Any, column: Any) -> Array:
+        """A TILE of scores with -inf where the bit of :func:`packed_bits` is 0.
+
+        Args:
+            s: fp32 ``[m, n]``.
+            words: int32 ``[rows | 1, 4 * blocks]`` in global memory.
+            row: of ``words``, of the tile's first row; later ones past the end are the last.
+            column: of the mask, of the tile's first column: a multiple of 64.
+        """
+        if self.interpret is None:
+            return _hide_by_bits(s, words, *(jnp.asarray(x, jnp.int32) for x in (row, column)))
+        last = words.shape[0] - 1
+        rows = jnp.minimum(row + jnp.arange(s.shape[0]), last)
+        word = jnp.take(words[...], rows, axis=0)
+        columns = column + jnp.arange(s.shape[1])
+        chosen = jnp.take(word, columns // 128 * 4 + columns % 8 // 2, axis=1)
+        bit = lax.shift_right_logical(chosen, (columns % 128 // 8 * 2 + columns % 2)[None]) & 1
+        return jnp.where(bit == 1, s, -jnp.inf)
+
+    def drop(
+        self, x: Array, row_keys: Array, key: Any, seed: Any, threshold: int, *, keys_axis: int
+    ) -> Array:
+        """A TILE of probabilities, those that dropout drops negated: see ``jax_flash.mask``.
+
+        Args:
+            x: fp32 ``[m, n]``, at least 0.
+            row_keys: int32, one entry a query: COLUMNS if the keys are rows, else ROWS.
+            key: index of the tile's first key: a multiple of 16.
+            seed: int32 scalar, the batch element's second seed.
+            threshold: of :func:`jax_flash.mask.dropout_threshold`.
+            keys_axis: which axis of ``x`` has the keys.
+        """
+        if self.interpret is None:
+            start = seed + lax.div(key, 2) * np.uint32(mask.DROPOUT_GOLDEN).astype(np.int32)
+            return _drop(x, row_keys, start, threshold, keys_axis)
+        keys = key + jnp.arange(x.shape[keys_axis])
+        seeds = lax.bitcast_convert_type(seed, jnp.uint32)
+        queries = lax.bitcast_convert_type(row_keys, jnp.uint32)
+        keep = mask.dropout_bits(queries[:, None], seeds, keys[None]) >= np.uint32(threshold)
+        return jnp.where(keep if keys_axis == 1 else keep.T, x, -x)
 
     def any_nonfinite(self, x: Array) -> Array:
         """Whether this warp (in interpret mode: this warpgroup) holds a NaN or inf of an fp32 TILE.
@@ -347,6 +405,191 @@ def _gather_rows(ref: Ref, first: Array, count: int) -> Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return emit(ref, first)
+
+
+def packed_bits(visible: Array) -> Array:
+    """Booleans ``[..., rows, columns]`` as int32 words ``[..., rows, 4 * blocks of 128 columns]``.
+
+    The word ``4 b + t`` has the columns ``128 b + 8 k + 2 t + e`` as its bits ``2 k + e``: those
+    that thread ``t`` of four holds of a row of a TILE. Columns past the end are False.
+    """
+    *lead, rows, columns = visible.shape
+    surplus = [(0, 0)] * (len(lead) + 1) + [(0, -columns % 128)]
+    bits = jnp.pad(visible, surplus).reshape(*lead, rows, -1, 16, 4, 2)
+    bits = jnp.swapaxes(bits, -3, -2).reshape(*lead, rows, -1, 4, 32).astype(jnp.uint32)
+    words = (bits << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32).reshape(*lead, rows, -1)
+
+
+def _counted_on(first: Array, size: int) -> Array:
+    from jaxlib.mlir.dialects import arith
+
+    @plgpu.inline_mgpu(
+        arg_types=(COLUMNS,), return_type=plgpu.ShapeDtypeStruct((size,), jnp.float32, COLUMNS)
+    )
+    def emit(_: Any, first: Any) -> Any:
+        (eight,) = first.registers.flat
+        registers = np.empty(first.layout.registers_shape((size,)), dtype=object)
+        for step, place in enumerate(np.ndindex(registers.shape)):
+            registers[place] = arith.addf(eight, _splat(eight.type, 8.0 * step))
+        return mgpu.FragmentedArray(_registers=registers, _layout=first.layout, _is_signed=None)
+
+    return emit(first)
+
+
+def _splat(vector_type: Any, value: float) -> Any:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    element = ir.FloatAttr.get(ir.VectorType(vector_type).element_type, value)
+    return arith.constant(vector_type, ir.DenseElementsAttr.get_splat(vector_type, element))
+
+
+def _each_element(x: Any, function: Callable[[Any, tuple[int, ...], int], Any]) -> Any:
+    """A FragmentedArray of vector registers with ``function(element, register, place in it)``."""
+    from jaxlib.mlir.dialects import vector
+
+    registers = np.empty_like(x.registers)
+    for place in np.ndindex(registers.shape):
+        result = x.registers[place]
+        for i in range(x.layout.vector_length):
+            element = vector.extract(result, dynamic_position=[], static_position=[i])
+            changed = function(element, place, i)
+            result = vector.insert(changed, result, dynamic_position=[], static_position=[i])
+        registers[place] = result
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+
+def _reciprocal(x: Array) -> Array:
+    from jaxlib.mlir import ir
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, TILE)
+    )
+    def emit(_: Any, x: Any) -> Any:
+        def approximate(element: Any, *_: Any) -> Any:
+            return mgpu.utils.inline_ptx(
+                "rcp.approx.ftz.f32 $0, $1;", element, result_types=ir.F32Type.get()
+            )
+
+        return _each_element(x, approximate)
+
+    return emit(x)
+
+
+# In the registers of a TILE, [m / 64, n / 8, 1, 1, 2, ...]: which axis counts eight columns, and
+# which is 1 for the rows 8 further down.
+_COLUMNS_AXIS, _HALF_AXIS = 1, 4
+
+
+def _hide_by_bits(s: Array, words: Ref, row: Array, column: Array) -> Array:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref
+
+    num_rows = words.shape[0]
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE),
+    )
+    def emit(_: Any, s: Any, words: Any, row: Any, column: Any) -> Any:
+        index, i32, f32 = ir.IndexType.get(), ir.IntegerType.get_signless(32), ir.F32Type.get()
+
+        def number(value: int, kind: Any = i32) -> Any:
+            return arith.constant(kind, value)
+
+        column = column.registers[()]
+        block = arith.index_cast(index, arith.shli(arith.shrui(column, number(7)), number(2)))
+        shift = arith.shrui(arith.andi(column, number(127)), number(2))
+        first_row = arith.index_cast(index, row.registers[()])
+        layout = TILE.to_mgpu()
+        halves = []
+        for own_row, own_column in layout.thread_idxs((s.shape[0], 8)):
+            place = number(0, index)
+            if num_rows > 1:
+                place = arith.addi(first_row, own_row)
+                place = arith.minsi(place, number(num_rows - 1, index))
+            word = arith.addi(block, arith.divui(own_column, number(2, index)))
+            halves.append(arith.shrui(memref.load(words, [place, word]), shift))
+        hidden = arith.constant(f32, ir.FloatAttr.get(f32, -np.inf))
+
+        def select(element: Any, place: tuple[int, ...], i: int) -> Any:
+            bit = 2 * place[_COLUMNS_AXIS] + i
+            half = halves[place[0] * 2 + place[_HALF_AXIS]]
+            tested = arith.andi(half, number(1 << bit if bit < 31 else -(2**31)))
+            is_seen = arith.cmpi(arith.CmpIPredicate.ne, tested, number(0))
+            return arith.select(is_seen, element, hidden)
+
+        return _each_element(s, select)
+
+    return emit(s, words, row, column)
+
+
+def _drop(x: Array, row_keys: Array, start: Array, threshold: int, keys_axis: int) -> Array:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, ROWS if keys_axis == 1 else COLUMNS, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, TILE),
+    )
+    def emit(_: Any, x: Any, row_keys: Any, start: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+
+        def number(value: int) -> Any:
+            return arith.constant(i32, int(np.uint32(value).astype(np.int32)))
+
+        queries = [_element(register, i) for register, i in _elements(row_keys)]
+        own_row, own_column = next(iter(TILE.to_mgpu().thread_idxs((64, 8))))
+        golden = int(mask.DROPOUT_GOLDEN)
+        own = own_column
+        if keys_axis == 0:  # 16 rows of keys a warp, of which a thread has two: one group
+            eight = arith.constant(own_row.type, 8)
+            warp = arith.divui(own_row, arith.constant(own_row.type, 16))
+            own = arith.addi(arith.muli(warp, eight), arith.remui(own_row, eight))
+        own = arith.muli(arith.index_cast(i32, own), number(golden))
+        first = arith.addi(start.registers[()], own)
+        drawn: dict[tuple[int, int], Any] = {}
+
+        def bits(query: int, group: int) -> Any:
+            """Shared by two keys; ``group`` is relative to the thread's first."""
+            if (query, group) not in drawn:
+                value = arith.addi(first, number(group * golden % 2**32))
+                value = arith.xori(queries[query], value)
+                for shift, factor in mask.DROPOUT_MIX:
+                    value = arith.xori(value, arith.shrui(value, number(shift)))
+                    value = value if factor is None else arith.muli(value, number(int(factor)))
+                drawn[query, group] = value
+            return drawn[query, group]
+
+        def negate(element: Any, place: tuple[int, ...], i: int) -> Any:
+            columns, half = place[_COLUMNS_AXIS], place[_HALF_AXIS]
+            if keys_axis == 1:
+                value, upper = bits(place[0] * 2 + half, columns // 2 * 8 + i), columns % 2
+            else:
+                value, upper = bits(columns * 2 + i, place[0] * 32), half
+            value = value if upper else arith.andi(value, number(0xFFFF))
+            least = number(threshold << 16 if upper else threshold)
+            is_kept = arith.cmpi(arith.CmpIPredicate.uge, value, least)
+            return arith.select(is_kept, element, arith.negf(element))
+
+        return _each_element(x, negate)
+
+    return emit(x, row_keys, start)
+
+
+def _elements(x: Any) -> list[tuple[Any, int]]:
+    """All registers of a FragmentedArray, with the places in them."""
+    return [(register, i) for register in x.registers.flat for i in range(x.layout.vector_length)]
+
+
+def _element(register: Any, i: int) -> Any:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    if not isinstance(register.type, ir.VectorType):
+        return register
+    return vector.extract(register, dynamic_position=[], static_position=[i])
 
 
 def _any_nonfinite(x: Array) -> Array:
