@@ -58,7 +58,7 @@ class Report:
         registers: registers a thread, before the warpgroups divide them again.
         spill_bytes: bytes stored to local memory for want of registers.
         budget_bytes: what the configuration allows of them.
-        smem_bytes: shared memory of a thread block.
+        smem_bytes: shared memory of a thread block; None where nobody counted it.
         serialised: warnings that wgmma was serialised.
         compile_s: seconds for lowering and compiling.
     """
@@ -67,7 +67,7 @@ class Report:
     registers: int
     spill_bytes: int
     budget_bytes: int
-    smem_bytes: int
+    smem_bytes: int | None
     serialised: tuple[str, ...]
     compile_s: float
 
@@ -105,9 +105,13 @@ def _sharding() -> Any:
 
 
 def compile_kernel(
-    name: str, function: Callable[..., Any], *args: Any, budget_bytes: int, smem_bytes: int
+    name: str,
+    function: Callable[..., Any],
+    *args: Any,
+    budget_bytes: int,
+    smem_bytes: int | None,
 ) -> Report:
-    """Compiles ``function(*args)`` (ShapeDtypeStructs), which launches one Mosaic kernel."""
+    """Compiles ``function(*args)`` (ShapeDtypeStructs); of several kernels the worst counts."""
     import jax
 
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
@@ -155,15 +159,15 @@ class Case:
         name: of the kernel and its problem.
         function: launches the kernel.
         args: of the function, as ShapeDtypeStructs.
-        config: the configuration.
-        scratch: shared memory and barriers, by name.
+        config: the configuration; None where there is none, and nothing may be spilled.
+        scratch: shared memory and barriers, by name; None where nobody counts them.
     """
 
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    config: Any
-    scratch: dict[str, Any]
+    config: Any = None
+    scratch: dict[str, Any] | None = None
 
     def compile(self) -> Report:
         """Compiles it."""
@@ -173,15 +177,16 @@ class Case:
             self.name,
             self.function,
             *self.args,
-            budget_bytes=self.config.spill_bytes,
-            smem_bytes=tiles.smem_bytes(self.scratch),
+            budget_bytes=0 if self.config is None else self.config.spill_bytes,
+            smem_bytes=None if self.scratch is None else tiles.smem_bytes(self.scratch),
         )
 
 
 def cases() -> Iterator[Case]:
-    """Every configuration that the kernels ship."""
+    """Every configuration that the kernels ship, and the steps of the ladder."""
     yield from forward_cases()
     yield from backward_cases()
+    yield from ladder_cases()
 
 
 def _problems(dims: Iterable[tuple[int, int]]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -262,6 +267,20 @@ def backward_cases() -> Iterator[Case]:
         )
 
 
+def ladder_cases() -> Iterator[Case]:
+    """The steps of the ladder."""
+    import jax
+
+    from pallas_kernels import ladder
+
+    for number in ladder.STAGES:
+        for head_dim in ladder.HEAD_DIMS:
+            for mask_name, is_causal in (("full", False), ("causal", True)):
+                x = jax.ShapeDtypeStruct((2, 2048, 4, head_dim), "bfloat16")
+                attend = functools.partial(ladder.attend, number, is_causal=is_causal)
+                yield Case(f"ladder {number} D{head_dim} {mask_name}", attend, (x, x, x))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``python -m bench aot``."""
     parser.add_argument("--match", default="", help="only cases whose name contains this")
@@ -283,7 +302,7 @@ def run(arguments: argparse.Namespace) -> int:
         failures += not report.passed
         print(
             f"{case.name:<44} {report.registers:>4} {report.spill_bytes:>7}/"
-            f"{report.budget_bytes:<6} {report.smem_bytes:>6} {report.compile_s:>5.1f} "
+            f"{report.budget_bytes:<6} {report.smem_bytes or '–':>6} {report.compile_s:>5.1f} "
             f"{' '.join(report.serialised)}{'' if report.passed else '  FAILED'}",
             flush=True,
         )

@@ -22,7 +22,7 @@ def test_every_kernel_lowers_for_cuda():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
+@pytest.mark.parametrize("kernel", ["forward", "backward", "ladder"])
 def test_kernels_pass_ptxas(kernel):
     """In a process of its own: the plugin is loaded where it is not in use."""
     reason = aot.unavailable()
