@@ -211,6 +211,14 @@ def _load(ops: Ops, ref: Ref, layout: Any = TILE) -> Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def _store(ops: Ops, ref: Ref, x: Array) -> None:
+    """From registers to any memory, bank conflicts or not."""
+    if ops.interpret is None and hasattr(plgpu, "store"):  # JAX 0.12; before, the only way
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def _wait(refs: Mapping[str, Ref], name: str, slot: Any = None) -> None:
     """Waits for a barrier, or for one of several."""
     plgpu.barrier_wait(refs[name] if slot is None else refs[name].at[slot])
@@ -243,16 +251,17 @@ def _naive(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, v: Array) ->
     full = {"full": plgpu.Barrier(num_arrivals=2)}
 
     def scores(refs: dict[str, Ref]) -> None:
-        batch, head = _own_head(call)
+        batch, own_head = _own_head(call)
         q_tile, kv_tile = lax.axis_index("q_tile"), lax.axis_index("kv_tile")
         for x, at in (("q", q_tile), ("k", kv_tile)):
-            source = refs[x].at[batch, _rows(at), head]
+            source = refs[x].at[batch, _rows(at), own_head]
             plgpu.copy_gmem_to_smem(source, refs[f"{x}_s"], refs["full"])
         _wait(refs, "full")
         queries = _load(ops, refs["q_s"])
         s = _product(ops, queries, refs["k_s"], refs.get("acc"), transpose_b=True)
         s = _hide(call, ops, s * call.scale_log2, q_tile, kv_tile)
-        refs["s"].at[lax.axis_index("batch_and_head"), _rows(q_tile), _rows(kv_tile)][...] = s
+        head = lax.axis_index("batch_and_head")
+        _store(ops, refs["s"].at[head, _rows(q_tile), _rows(kv_tile)], s)
 
     every_tile = grid | {"kv_tile": call.num_tiles}
     (s,) = launch(scores, {"q": q, "k": k}, {"s": s}, tile | full, every_tile, "ladder_scores")
@@ -276,7 +285,7 @@ def _naive(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, v: Array) ->
 
         def write(j: Any, s: Array, _: None) -> None:
             p = exp(s, m) * lax.broadcast_in_dim(1.0 / l, s.shape, [0])
-            refs["p"].at[head, rows, _rows(j)][...] = p.astype(call.dtype)
+            _store(ops, refs["p"].at[head, rows, _rows(j)], p.astype(call.dtype))
 
         over_tiles(write, None)
 
@@ -300,7 +309,7 @@ def _naive(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, v: Array) ->
 
         shape = (BLOCK, call.head_dim)
         o = ops.with_accumulator(multiply, shape, refs["acc"].at[0] if "acc" in refs else None)
-        refs["out"].at[batch, _rows(q_tile), head][...] = o.astype(call.dtype)
+        _store(ops, refs["out"].at[batch, _rows(q_tile), head], o.astype(call.dtype))
 
     acc = ops.accumulator_scratch(1, (BLOCK, call.head_dim))
     scratch = {"v_s": call.operand(stage), "acc": acc, "full": plgpu.Barrier()}
@@ -358,7 +367,7 @@ def _flash_attention_1(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, 
             o = o * lax.broadcast_in_dim(kept, o.shape, [0])
             o = o + pv * lax.broadcast_in_dim(added, o.shape, [0])
             for (name, at), x in zip(state.items(), (o, *new), strict=True):
-                refs[f"{name}_s"][...] = x
+                _store(ops, refs[f"{name}_s"], x)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(refs[f"{name}_s"], at(i))
             plgpu.wait_smem_to_gmem(0)
@@ -438,7 +447,8 @@ def _flash_attention_2(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, 
         backing = refs["o_acc"].at[0] if "o_acc" in refs else None
         o, stats = ops.with_accumulator(attend, (BLOCK, call.head_dim), backing)
         inverse, _ = tiles.finish(stats)
-        refs["q_s"][...] = (o * lax.broadcast_in_dim(inverse, o.shape, [0])).astype(call.dtype)
+        o = o * lax.broadcast_in_dim(inverse, o.shape, [0])
+        _store(ops, refs["q_s"], o.astype(call.dtype))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(refs["q_s"], refs["out"].at[batch, _rows(q_tile), head])
         plgpu.wait_smem_to_gmem(0)
