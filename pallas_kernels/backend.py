@@ -10,9 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_flash.mask import Mask
 from jax_flash.spec import AttentionSpec, Device, Gradients, Operands, Residuals
 from pallas_kernels import backward as backward_kernel
-from pallas_kernels import backward_config, schedule, tune
+from pallas_kernels import backward_config, backward_terms, schedule, tune
 from pallas_kernels import forward as kernel
 from pallas_kernels.config import HEAD_DIMS
+from pallas_kernels.terms import Arrays
 
 Array = jax.Array
 
@@ -40,28 +41,28 @@ def supports(spec: AttentionSpec, device: Device) -> str | None:
         return f"head dims up to {widest}; got {spec.head_dim} and {spec.value_dim}"
     if spec.kv_len > _MAX_KV_LEN:
         return f"at most {_MAX_KV_LEN} keys; got {spec.kv_len}"
-    if spec.mask.array is not None:
-        return (
-            "a boolean mask array is not supported; lengths, windows, offsets and segment ids are"
-        )
-    return _term_reason(spec)
+    return None
 
 
 def _term_reason(spec: AttentionSpec) -> str | None:
-    if spec.arrays.bias is not None:
-        return "a bias is not supported"
-    if spec.arrays.alibi_slopes is not None:
-        return "alibi_slopes are not supported"
+    if spec.mask.array is not None:
+        return "a boolean mask array is not supported by the backward kernel"
+    for name in ("bias", "alibi_slopes", "sinks"):
+        if getattr(spec.arrays, name) is not None:
+            return f"{name}: not supported by the backward kernel"
     if spec.soft_cap is not None:
-        return "logits_soft_cap is not supported"
-    if spec.arrays.sinks is not None:
-        return "sinks are not supported"
+        return "logits_soft_cap is not supported by the backward kernel"
     if spec.dropout_rate > 0.0:
-        return "dropout is not supported"
+        return "dropout is not supported by the backward kernel"
     return None
 
 
 def declines_gradient(spec: AttentionSpec) -> str | None:
+    """Why the backward kernel does not compute a gradient of a call that the forward computes."""
+    return _term_reason(spec) or unproven_gradient(spec)
+
+
+def unproven_gradient(spec: AttentionSpec) -> str | None:
     """What the backward kernel does in interpret mode and has not been seen to do on a GPU."""
     if spec.deterministic:
         return "deterministic gradients have not passed their tests on a GPU yet"
@@ -111,7 +112,18 @@ def attend(
         dtype=spec.dtype,
         scale=scale,
         mask=operands.mask.abstract(),
+        bias=spec.arrays.bias,
+        has_alibi=operands.alibi_slopes is not None,
+        has_sinks=operands.sinks is not None,
+        soft_cap=spec.soft_cap,
+        dropout_rate=0.0 if spec.dropout_rate == 1.0 else spec.dropout_rate,
         num_blocks=num_blocks or _multiprocessors(),
+    )
+    arrays = Arrays(
+        operands.bias,
+        operands.alibi_slopes,
+        operands.sinks,
+        operands.dropout_seeds if problem.dropout_rate > 0.0 else None,
     )
     out, lse = kernel.attention_forward(
         problem,
@@ -119,10 +131,13 @@ def attend(
         _padded(operands.key, problem.head_dim),
         _padded(operands.value, problem.value_dim),
         operands.mask,
+        arrays,
         config=config or tune.tuned_config(problem),
         interpret=interpret,
     )
     out = out[:, : spec.q_len, :, : spec.value_dim]
+    if spec.dropout_rate == 1.0:
+        out = jnp.zeros_like(out)
     return out, lse[:, :, : spec.q_len].transpose(0, 2, 1)
 
 
@@ -164,7 +179,10 @@ def differentiate(
     sign = float(np.sign(spec.scale))
     if sign != 1.0:
         q = q * jnp.asarray(sign, q.dtype)
-    if can_have_empty_rows(operands.mask, spec.q_len, spec.kv_len):
+    rate = spec.dropout_rate
+    if rate == 1.0:  # nothing reaches the output; what is left comes through the log-sum-exp
+        rate, do = 0.0, jnp.zeros_like(do)
+    if spec.arrays.bias is not None or can_have_empty_rows(operands.mask, spec.q_len, spec.kv_len):
         # They may hold anything, and meet probabilities of 0.
         rows = jnp.isfinite(residuals.lse)[..., None]
         q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))
@@ -180,6 +198,10 @@ def differentiate(
         dtype=spec.dtype,
         scale=abs(spec.scale) or 1.0,
         mask=operands.mask.abstract(),
+        bias=spec.arrays.bias,
+        has_alibi=operands.alibi_slopes is not None,
+        soft_cap=spec.soft_cap,
+        dropout_rate=rate,
         num_blocks=num_blocks or _multiprocessors(),
     )
     dq, dk, dv = backward_kernel.attention_backward(
@@ -191,6 +213,11 @@ def differentiate(
         lse,
         delta,
         operands.mask,
+        Arrays(
+            operands.bias,
+            operands.alibi_slopes,
+            dropout_seeds=operands.dropout_seeds if rate > 0.0 else None,
+        ),
         deterministic=spec.deterministic,
         config=config,
         interpret=interpret,
@@ -198,7 +225,10 @@ def differentiate(
     dq = dq[:, : spec.q_len, :, : spec.head_dim] * np.float32(spec.scale)
     dk = dk[:, : spec.kv_len, :, : spec.head_dim]
     dv = dv[:, : spec.kv_len, :, : spec.value_dim]
-    return Gradients(dq.astype(q.dtype), dk, dv)
+    dsinks = None
+    if operands.sinks is not None:
+        dsinks = backward_terms.sink_gradients(operands.sinks, lse, delta)
+    return Gradients(dq.astype(q.dtype), dk, dv, sinks=dsinks)
 
 
 def can_have_empty_rows(mask: Mask, q_len: int, kv_len: int) -> bool:

@@ -48,11 +48,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash.mask import Mask
+from jax_flash.mask import Mask, dropout_threshold
 from pallas_kernels import recompute, tiles
 from pallas_kernels import schedule as schedules
 from pallas_kernels.config import ForwardConfig, Problem, default_config, head_group
-from pallas_kernels.ops import Ops
+from pallas_kernels.ops import Ops, packed_bits
+from pallas_kernels.terms import Arrays, Terms
+from pallas_kernels.terms import inputs as term_inputs
 
 Array = jax.Array
 Ref = Any
@@ -62,17 +64,55 @@ _ROWS = tiles.WARPGROUP_ROWS
 
 
 class KeyTiles(NamedTuple):
-    """Key tiles ``[lo, hi)``, of which ``[full_lo, full_hi)`` need no mask; scalars."""
+    """Key tiles ``[lo, hi)``, of which ``[full_lo, full_hi)`` need no mask; scalars.
+
+    With ``visits``, int32 ``[num_kv_tiles]`` in global memory, they are places there instead: see
+    :func:`pallas_kernels.schedule.find_visits`.
+    """
 
     lo: Any
     hi: Any
     full_lo: Any
     full_hi: Any
+    visits: Ref | None = None
 
     @property
     def count(self) -> Any:
         """How many."""
         return self.hi - self.lo
+
+    def visit(self, i: Any) -> tuple[Any, Any]:
+        """The one that is visited after ``i`` others, and whether it needs a mask."""
+        if self.visits is not None:
+            entry = self.visits[self.lo + i]
+            return lax.shift_right_logical(entry, jnp.int32(1)), entry & 1 == 1
+        tile = self.hi - 1 - i
+        return tile, (tile < self.full_lo) | (tile >= self.full_hi)
+
+
+class QueryTile(NamedTuple):
+    """This warpgroup's rows of one query tile: scalars, and what all its key tiles need.
+
+    Attributes:
+        batch: batch element.
+        head: query head.
+        row: the first row.
+        origin: a key position near those of the rows, for ALiBi; else None.
+        terms: fp32 ``[rows]``, what the logits of each row have in common, where scores have it.
+        drop_keys: int32 ``[rows]`` for dropout, or None.
+    """
+
+    batch: Any
+    head: Any
+    row: Any
+    origin: Any = None
+    terms: Array | None = None
+    drop_keys: Array | None = None
+
+    @property
+    def place(self) -> tuple[Any, Any]:
+        """Batch element and head."""
+        return self.batch, self.head
 
 
 def scratch_tree(problem: Problem, config: ForwardConfig, ops: Ops) -> dict[str, Any]:
@@ -115,6 +155,7 @@ class _Kernel:
         self.ops = ops
         self.edges = edges
         self.refs = refs
+        self.terms = Terms(ops, problem, refs)
         self.warpgroup = lax.axis_index("warpgroup")
         own = ops.warpgroup_in_register()
         following = jnp.where(own == config.num_warpgroups - 1, 0, own + 1)
@@ -124,7 +165,7 @@ class _Kernel:
     @property
     def may_need_mending(self) -> bool:
         """Whether some rows see values that others do not."""
-        return not self.problem.mask.is_trivial
+        return self.problem.can_hide
 
     def run(self) -> None:
         config = self.config
@@ -195,6 +236,16 @@ class _Kernel:
         num_heads = jnp.int32(self.problem.num_q_heads)
         return lax.div(words[1], num_heads), lax.rem(words[1], num_heads)
 
+    def key_tiles(self, words: tuple[Any, ...], *word_pairs: Any) -> KeyTiles:
+        """Those of packed words of the schedule."""
+        visits = None
+        if "visits" in self.refs:
+            table = self.refs["visits"]
+            num_heads = self.problem.batch * self.problem.num_q_heads
+            visits = table.at[schedules.row_of(words[1], table.shape[0], num_heads), words[0]]
+        first, *full = (_unpack(word) for word in word_pairs)
+        return KeyTiles(*first, *(full[0] if full else first), visits)
+
     def kv_head(self, head: Any) -> Any:
         return lax.div(head, jnp.int32(self.problem.num_q_heads // self.problem.num_kv_heads))
 
@@ -204,7 +255,7 @@ class _Kernel:
         refs, config = self.refs, self.config
         batch, head = self.batch_and_head(words)
         kv_head = self.kv_head(head)
-        lo, hi = _unpack(words[2])
+        tiles_to_load = self.key_tiles(words, words[2])
         self.wait("q_empty")
         for group in range(config.num_warpgroups):
             row = words[0] * config.block_q + group * _ROWS
@@ -213,14 +264,14 @@ class _Kernel:
 
         def load(i: Any, _: None) -> None:
             slot = self.slot(steps + i)
-            keys = pl.ds((hi - 1 - i) * config.block_kv, config.block_kv)
+            keys = pl.ds(tiles_to_load.visit(i)[0] * config.block_kv, config.block_kv)
             for x in ("k", "v"):
                 self.wait(f"{x}_empty", slot)
                 source = refs[x].at[batch, keys, kv_head]
                 plgpu.copy_gmem_to_smem(source, refs[f"{x}_s"].at[slot], refs[f"{x}_full"].at[slot])
 
-        lax.fori_loop(0, hi - lo, load, None)
-        return steps + hi - lo
+        lax.fori_loop(0, tiles_to_load.count, load, None)
+        return steps + tiles_to_load.count
 
     # Consumers.
 
@@ -265,7 +316,7 @@ class _Kernel:
         """Its state: key tiles loaded so far, and as bits the turns (modulo 32) to mend."""
         steps, bad_turns = state
         lo, hi = _unpack(words[2])
-        own = KeyTiles(*_unpack(words[3]), *_unpack(words[4]))
+        own = self.key_tiles(words, words[3], words[4])
 
         def work() -> Any:
             first = hi - own.hi if self.edges.skips_first else 0
@@ -314,27 +365,73 @@ class _Kernel:
             rest: how many are loaded after the last of them.
         """
         config, ops, problem = self.config, self.ops, self.problem
-        batch, head = self.batch_and_head(words)
-        row = words[0] * config.block_q + self.warpgroup * _ROWS
-
-        def hide(s: Array, i: Any) -> Array:
-            # The bounds are made or read anew at each edge: kept, they would cost registers.
-            column = (own.hi - 1 - i) * config.block_kv
-            segments = self.key_segments(batch, pl.ds(column, config.block_kv))
-            return tiles.hide(ops, s, self.bounds(batch, row), column, segments)
-
-        attend = functools.partial(self.attend, own, steps, hide)
+        tile = self.query_tile(words)
+        attend = functools.partial(self.attend, own, steps, tile)
         self.wait("q_full")
         o, stats = ops.with_accumulator(attend, (_ROWS, problem.value_dim), self.backing("o_acc"))
         if self.edges.skips_last:
             self.sit_out(steps + own.count, rest)
-        inverse, lse = tiles.finish(stats)
-        o = o * lax.broadcast_in_dim(inverse, o.shape, [0])
-        self.store(o, lse, batch, head, row)
+        sink = self.terms.scalar("sinks", *tile.place) if problem.has_sinks else None
+        inverse, lse = tiles.finish(stats, self.row_shift(tile), sink)
+        o = o * lax.broadcast_in_dim(inverse * self.kept_scale, o.shape, [0])
+        self.store(o, lse, *tile.place, tile.row)
         if config.share_out:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.arrive("q_empty")
         return ops.any_nonfinite(o) if self.may_need_mending else jnp.bool_(False)
+
+    @property
+    def kept_scale(self) -> float:
+        """By what dropout scales the probabilities that it keeps."""
+        return 1.0 / (1.0 - self.problem.dropout_rate)
+
+    def query_tile(self, words: tuple[Any, ...]) -> QueryTile:
+        batch, head = self.batch_and_head(words)
+        row = words[0] * self.config.block_q + self.warpgroup * _ROWS
+        origin = self.terms.origin(batch, row) if self.problem.has_alibi else None
+        tile = QueryTile(batch, head, row, origin)
+        if self.problem.soft_cap is not None:
+            tile = tile._replace(terms=self.of_queries(tile))
+        if self.problem.dropout_rate > 0.0:
+            drop_keys = self.terms.of("row_keys", batch, head).at[pl.ds(row, _ROWS)]
+            tile = tile._replace(drop_keys=self.ops.load_rows(drop_keys))
+        return tile
+
+    def of_queries(self, tile: QueryTile) -> Array | None:
+        return self.terms.of_queries(*tile.place, tile.row, _ROWS, tile.origin, as_rows=True)
+
+    def row_shift(self, tile: QueryTile) -> Array | None:
+        """What the logits of each row have beside their scores."""
+        return self.of_queries(tile) if self.problem.soft_cap is None else None
+
+    def beside(self, tile: QueryTile, column: Any, size: int) -> tuple[Array | None, Array | None]:
+        """The terms of ``size`` keys, and the bias of the tile; None where there are none."""
+        problem, columns, bias = self.problem, None, None
+        if not problem.has_plain_scores:
+            columns = self.terms.of_keys(*tile.place, column, size, tile.origin, as_rows=False)
+        if "bias" in self.refs:
+            of_head = self.terms.of("bias", *tile.place).at[:, pl.ds(column, size)]
+            bias = self.ops.gather_rows(of_head, tile.row, _ROWS)
+        return columns, bias
+
+    def hide(self, tile: QueryTile, s: Array, column: Any) -> Array:
+        """Scores with -inf where the keys from ``column`` on are hidden."""
+        # The bounds are made or read anew at each edge: kept, they would cost registers.
+        segments = self.key_segments(tile.batch, pl.ds(column, s.shape[1]))
+        s = tiles.hide(self.ops, s, self.bounds(tile.batch, tile.row), column, segments)
+        if "mask_bits" in self.refs:
+            words = self.terms.of("mask_bits", *tile.place)
+            s = self.ops.hide_by_bits(s, words, tile.row, column)
+        return s
+
+    def drop(self, tile: QueryTile, p: Array, column: Any) -> Array:
+        """Probabilities, those that dropout drops replaced by 0."""
+        if tile.drop_keys is None:
+            return p
+        seed = self.refs["seeds"][tile.batch]
+        threshold = dropout_threshold(self.problem.dropout_rate)
+        signed = self.ops.drop(p, tile.drop_keys, column, seed, threshold, keys_axis=1)
+        return jnp.maximum(signed, 0.0)
 
     def store(self, o: Array, lse: Array | None, batch: Any, head: Any, row: Any) -> None:
         """Begins to write this warpgroup's rows."""
@@ -360,26 +457,34 @@ class _Kernel:
         loop its registers, although it never runs.
         """
         refs, ops, problem = self.refs, self.ops, self.problem
-        batch, head = self.batch_and_head(words)
-        row = words[0] * self.config.block_q + self.warpgroup * _ROWS
         own_lo, own_hi = _unpack(words[3])
 
         @pl.when(self.any_of_warpgroup(bad_turns & _bit(turn)))
         def _() -> None:
-            kv_head = self.kv_head(head)
-            segments = refs.get("kv_segments")
+            tile = self.query_tile(words)
+            batch, head, kv_head = *tile.place, self.kv_head(tile.head)
             operands = recompute.Operands(
                 q=refs["q"].at[batch, :, head],
                 k=refs["k"].at[batch, :, kv_head],
                 v=refs["v"].at[batch, :, kv_head],
-                lse=refs["lse"].at[batch, head],
-                kv_segments=None if segments is None else self.of_batch("kv_segments", batch),
             )
-            past = jnp.minimum(own_hi * self.config.block_kv, problem.kv_len)
-            keys = own_lo * self.config.block_kv, past
-            bounds = self.bounds(batch, row)
-            o = recompute.recompute(ops, operands, row, keys, bounds, problem.scale_log2)
-            self.store(o, None, batch, head, row)
+            keys = own_lo * self.config.block_kv, own_hi * self.config.block_kv
+            if "visits" in refs:
+                keys = jnp.int32(0), jnp.int32(problem.kv_len)
+            keys = keys[0], jnp.minimum(keys[1], problem.kv_len)
+            lse = ops.load_rows(refs["lse"].at[batch, head, pl.ds(tile.row, _ROWS)])
+            shift = self.row_shift(tile)
+            lse = lse if shift is None else lse - shift
+
+            def weights(products: Array, column: Any) -> tuple[Array, Array]:
+                s = self.terms.scores(products, tile.terms, *self.beside(tile, column, 64))
+                s = self.hide(tile, s, column)
+                exponent = lax.broadcast_in_dim(lse * tiles.LOG2_E, s.shape, [0])
+                p = jnp.exp2(s * problem.scale_log2 - exponent) * self.kept_scale
+                return self.drop(tile, p, column), s != -jnp.inf
+
+            o = recompute.recompute(ops, operands, tile.row, keys, weights)
+            self.store(o, None, *tile.place, tile.row)
 
         return bad_turns
 
@@ -391,7 +496,7 @@ class _Kernel:
         return self.refs[name].at[self.warpgroup] if name in self.refs else None
 
     def attend(
-        self, own: KeyTiles, steps: Any, hide: Callable[[Array, Any], Array], o_acc: Ref
+        self, own: KeyTiles, steps: Any, tile: QueryTile, o_acc: Ref
     ) -> tuple[Array, tiles.RowStats]:
         """All key tiles of this warpgroup's rows; returns O before division, and statistics."""
         refs, config, ops = self.refs, self.config, self.ops
@@ -426,14 +531,22 @@ class _Kernel:
             self.pass_turn()
             return ops.load_accumulator(s_acc, wait=0)
 
+        def column_of(i: Any) -> tuple[Any, Any]:
+            block, needs_mask = own.visit(i)
+            return block * config.block_kv, needs_mask
+
+        column, _ = column_of(0)
+        beside = self.beside(tile, column, config.block_kv)
         self.wait("k_full", self.slot(steps))
         self.await_turn()
         s = ops.with_accumulator(first_scores, score_shape, self.backing("s_acc"))
         self.arrive("k_empty", self.slot(steps))
+        s = self.terms.scores(s, tile.terms, *beside)
         if self.edges.masked:
-            s = hide(s, 0)
+            s = self.hide(tile, s, column)
         stats = tiles.first_stats(ops, _ROWS, partial_sums=config.partial_sums)
         p, stats, _ = softmax(s, stats)
+        p = self.drop(tile, p, column)
         alpha = ops.full_rows(_ROWS, 1.0)
         if config.early_wait:
             await_key(1)
@@ -442,6 +555,8 @@ class _Kernel:
             """Key tile ``i``; masked None means that a branch decides."""
             p, stats, alpha = carry
             key_slot, value_slot = self.slot(steps + i), self.slot(steps + i - 1)
+            column, needs_mask = column_of(i)
+            beside = self.beside(tile, column, config.block_kv)
             if not config.early_wait:
                 self.wait("k_full", key_slot)
             self.await_turn()
@@ -456,13 +571,13 @@ class _Kernel:
 
             s = ops.with_accumulator(products, score_shape, self.backing("s_acc"))
             self.arrive("k_empty", key_slot)
+            s = self.terms.scores(s, tile.terms, *beside)
             if masked is None:
-                block = own.hi - 1 - i
-                at_edge = (block < own.full_lo) | (block >= own.full_hi)
-                s = lax.cond(at_edge, lambda: hide(s, i), lambda: s)
+                s = lax.cond(needs_mask, lambda: self.hide(tile, s, column), lambda: s)
             elif masked:
-                s = hide(s, i)
+                s = self.hide(tile, s, column)
             p, stats, alpha = softmax(s, stats)
+            p = self.drop(tile, p, column)
             if config.early_wait:
                 await_key(i + 1)
             ops.wait_matmuls(0)
@@ -515,6 +630,7 @@ def attention_forward(
     k: Array,
     v: Array,
     mask: Mask,
+    arrays: Arrays | None = None,
     *,
     config: ForwardConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
@@ -527,6 +643,7 @@ def attention_forward(
         k: ``[B, Tk', Hk, D]``, Tk' likewise.
         v: ``[B, Tk', Hk, Dv]``.
         mask: with its arrays.
+        arrays: of the terms; None if there are none.
         config: compile-time options; None takes :func:`default_config`.
         interpret: run in interpret mode, on a CPU.
 
@@ -535,15 +652,23 @@ def attention_forward(
     """
     config = config or default_config(problem)
     ops = Ops(interpret)
-    ranges, edges = schedules.find_ranges(
-        mask, problem.q_len, problem.kv_len, _ROWS, config.num_warpgroups, config.block_kv
-    )
+    lengths = problem.q_len, problem.kv_len
+    tiling = _ROWS, config.num_warpgroups, config.block_kv
+    inputs: dict[str, Array] = {}
+    if mask.array is None:
+        ranges, edges = schedules.find_ranges(mask, *lengths, *tiling)
+    else:
+        inputs["visits"], ranges, edges = schedules.find_visits(
+            mask, problem.batch, problem.num_q_heads, *lengths, *tiling
+        )
+        of_columns = jnp.broadcast_to(mask.array, (*mask.array.shape[:3], problem.kv_len))
+        inputs["mask_bits"] = packed_bits(of_columns)
     num_q_tiles = ranges.lo.shape[1]
     num_blocks = min(problem.num_blocks, problem.batch * problem.num_q_heads * num_q_tiles)
     table = schedules.make(
         ranges, problem.batch, problem.num_q_heads, num_blocks, head_group(problem, config)
     )
-    inputs = {"schedule": jnp.asarray(table)}
+    inputs["schedule"] = jnp.asarray(table)
     surplus = num_q_tiles * config.block_q - problem.q_len
     if not mask.has_static_ranges:
         for name, rows in zip(
@@ -554,8 +679,10 @@ def attention_forward(
         inputs["q_segments"] = jnp.pad(mask.q_segments, ((0, 0), (0, surplus)))
         kv_surplus = -problem.kv_len % config.block_kv
         inputs["kv_segments"] = jnp.pad(mask.kv_segments, ((0, 0), (0, kv_surplus)))
-    inputs |= {"q": q, "k": k, "v": v}
     padded_len = num_q_tiles * config.block_q
+    whole_tiles = -(-problem.kv_len // config.block_kv) * config.block_kv
+    inputs |= term_inputs(problem, mask, arrays or Arrays(), padded_len, whole_tiles)
+    inputs |= {"q": q, "k": k, "v": v}
     outputs = {
         "out": jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), problem.dtype),
         "lse": jax.ShapeDtypeStruct((problem.batch, problem.num_q_heads, padded_len), jnp.float32),

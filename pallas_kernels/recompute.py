@@ -11,6 +11,7 @@ relies on the log-sum-exp, which no value has touched:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,8 @@ from pallas_kernels.ops import Ops
 Array = jax.Array
 Ref = Any
 
+_KEYS = 64  # of a tile
+
 
 class Operands(NamedTuple):
     """What one (batch element, head) reads, in global memory.
@@ -32,15 +35,11 @@ class Operands(NamedTuple):
         q: ``[Tq', D]``.
         k: ``[Tk', D]``.
         v: ``[Tk', Dv]``.
-        lse: fp32 ``[whole tiles]``, natural log.
-        kv_segments: int32 ``[whole tiles]``, or None.
     """
 
     q: Ref
     k: Ref
     v: Ref
-    lse: Ref
-    kv_segments: Ref | None
 
 
 def recompute(
@@ -48,8 +47,7 @@ def recompute(
     operands: Operands,
     row: Any,
     keys: tuple[Any, Any],
-    bounds: tiles.RowBounds,
-    scale: float,
+    weights: Callable[[Array, Any], tuple[Array, Array]],
 ) -> Array:
     """Out of one warpgroup's rows.
 
@@ -58,18 +56,18 @@ def recompute(
         operands: of the rows' batch element and head.
         row: the first of the rows.
         keys: the first key and the one past the last that any of the rows may see.
-        bounds: what each row sees.
-        scale: factor of the logits, in log2 units.
+        weights: from products fp32 ``[rows, 64]`` with the 64 keys from a given one on, a multiple
+            of 64: probabilities, and which keys are seen.
 
     Returns:
         fp32 ``[rows, Dv]``; 0 for rows that see nothing.
     """
-    q, k, v, lse, kv_segments = operands
+    q, k, v = operands
     num_rows = tiles.WARPGROUP_ROWS
     head_dim, value_dim = k.shape[1], v.shape[1]
     shape = (num_rows, value_dim)
     width = math.gcd(head_dim, 64)
-    lse_log2 = ops.load_rows(lse.at[pl.ds(row, num_rows)]) * tiles.LOG2_E
+    tile_shape = (num_rows, _KEYS)
 
     def add(key: Any, out: Array) -> Array:
         s = ops.full_rows(num_rows, 0.0)
@@ -78,10 +76,13 @@ def recompute(
             rows = ops.gather_rows(q.at[:, columns], row, num_rows).astype(jnp.float32)
             column = ops.load_columns(k.at[key, columns]).astype(jnp.float32)
             s = s + (rows * lax.broadcast_in_dim(column, rows.shape, [1])).sum(axis=1)
-        p = jnp.exp2(s * scale - lse_log2)
+        # A whole tile for one of its columns: so the terms are those of the tensor cores' tiles.
+        own = lax.rem(key, jnp.int32(_KEYS))
+        p, is_seen = weights(lax.broadcast_in_dim(s, tile_shape, [0]), key - own)
+        is_own = ops.iota(tile_shape, 1) == own
+        p = jnp.where(is_own, p, 0.0).sum(axis=1)
+        visible = jnp.where(is_own & is_seen, 1.0, 0.0).sum(axis=1) > 0.0
         value = ops.load_columns(v.at[key]).astype(jnp.float32)
-        segment = None if kv_segments is None else kv_segments[key]
-        visible = bounds.sees(key, segment, lambda x: x)
         product = lax.broadcast_in_dim(p, shape, [0]) * lax.broadcast_in_dim(value, shape, [1])
         return jnp.where(lax.broadcast_in_dim(visible, shape, [0]), out + product, out)
 

@@ -39,12 +39,12 @@ _TILE_COST = 1.5  # start and end of a query tile, in key tiles
 
 
 class Ranges(NamedTuple):
-    """Key tiles by query tile: int32, NumPy where static.
+    """Key tiles by query tile: int32, NumPy where static. R is 1, B or B * Hq.
 
     Attributes:
-        lo: ``[B|1, num_q_tiles]``, with ``hi`` what the query tile loads.
+        lo: ``[R, num_q_tiles]``, with ``hi`` what the query tile loads.
         hi: likewise.
-        own_lo: ``[B|1, num_q_tiles, groups]``, with ``own_hi`` what each warpgroup visits.
+        own_lo: ``[R, num_q_tiles, groups]``, with ``own_hi`` what each warpgroup visits.
         own_full_lo: likewise, with ``own_full_hi`` what of it needs no mask.
         own_full_hi: likewise.
         own_hi: likewise.
@@ -128,6 +128,87 @@ def find_ranges(
     return ranges, edges
 
 
+def find_visits(
+    mask: Mask,
+    batch: int,
+    num_heads: int,
+    q_len: int,
+    kv_len: int,
+    rows: int,
+    groups: int,
+    block_kv: int,
+) -> tuple[Array, Ranges, Edges]:
+    """Key tiles of query tiles where a boolean array decides, and there may be gaps between them.
+
+    Returns:
+        visits: int32 ``[R, num_q_tiles, num_kv_tiles]``, with ``2 * key tile + (needs a mask)``
+            from the last tile on in the first ``hi`` places;
+        ranges: places in it instead of key tiles;
+        edges: of a schedule about which nothing is known.
+    """
+    assert mask.array is not None
+    block_q = groups * rows
+    some, every = _tiles_of_array(mask.array, q_len, kv_len, block_q, block_kv)
+    own = mask.tile_ranges(q_len, kv_len, block_q, block_kv)
+    lo, full_lo, full_hi, hi = (jnp.asarray(x)[:, None, :, None] for x in own)
+    tile = jnp.arange(-(-kv_len // block_kv), dtype=jnp.int32)
+    visible = some & (lo <= tile) & (tile < hi)
+    full = every & (full_lo <= tile) & (tile < jnp.minimum(full_hi, kv_len // block_kv))
+    entries = jnp.where(visible, 2 * tile + jnp.where(full, 0, 1), -1)
+    visits = -jnp.sort(-entries, axis=-1)
+    count = visible.sum(axis=-1, dtype=jnp.int32)
+    # A tile that sees nothing visits one, masked.
+    visits = jnp.where(count[..., None] == 0, 1, visits)
+    count = jnp.maximum(count, 1)
+    if count.shape[1] > 1:
+        visits, count = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (visits, count))
+    visits, count = (x.reshape(-1, *x.shape[2:]) for x in (visits, count))
+    first_row = np.arange(count.shape[1] * groups, dtype=np.int32).reshape(-1, groups) * rows
+    own_hi = jnp.where(first_row < q_len, count[..., None], 0)
+    zero = jnp.zeros_like(own_hi)
+    ranges = Ranges(jnp.zeros_like(count), count, zero, zero, zero, own_hi)
+    idles = -(-q_len // rows) % groups > 0
+    return visits, ranges, Edges(skips_first=False, skips_last=False, idles=idles)
+
+
+def _tiles_of_array(
+    array: Array, q_len: int, kv_len: int, block_q: int, block_kv: int
+) -> tuple[Array, Array]:
+    """Of a mask ``[B|1, Hq|1, Tq|1, Tk|1]``: tiles with some, and with nothing but, visible keys.
+
+    Both bool ``[B|1, Hq|1, num_q_tiles, num_kv_tiles]``; what is past the ends does not count.
+    """
+
+    def by_tile(reduction: Any, neutral: bool) -> Array:
+        result = array
+        for axis, length, block in ((2, q_len, block_q), (3, kv_len, block_kv)):
+            num_tiles = -(-length // block)
+            if result.shape[axis] == 1:
+                result = jnp.repeat(result, num_tiles, axis)
+                continue
+            surplus = [(0, 0)] * 4
+            surplus[axis] = (0, -length % block)
+            result = jnp.pad(result, surplus, constant_values=neutral)
+            shape = (*result.shape[:axis], num_tiles, block, *result.shape[axis + 1 :])
+            result = reduction(result.reshape(shape), axis=axis + 1)
+        return result
+
+    return by_tile(jnp.any, False), by_tile(jnp.all, True)
+
+
+def row_of(head: Any, num_rows: int, num_heads: int) -> Any:
+    """Of an array with 1, B or B * Hq rows: that of ``head = b * Hq + h``; ``num_heads`` is B Hq.
+
+    For NumPy, JAX and kernels.
+    """
+    if num_rows == 1:
+        return head * 0
+    heads_a_row = num_heads // num_rows
+    if isinstance(head, np.ndarray) or heads_a_row == 1:
+        return head // heads_a_row
+    return jax.lax.div(head, jnp.int32(heads_a_row))
+
+
 def make(ranges: Ranges, batch: int, num_heads: int, num_blocks: int, head_group: int) -> Any:
     """The schedule.
 
@@ -147,8 +228,8 @@ def make(ranges: Ranges, batch: int, num_heads: int, num_blocks: int, head_group
         tiles = _longest_first(
             tuple(map(tuple, cost.tolist())), batch, num_heads, num_blocks, head_group
         )
-        return _words(ranges, tiles, num_heads, np)
-    return _words(ranges, _dealt(ranges, batch, num_heads, num_blocks), num_heads, jnp)
+        return _words(ranges, tiles, batch * num_heads, np)
+    return _words(ranges, _dealt(ranges, batch, num_heads, num_blocks), batch * num_heads, jnp)
 
 
 def _dealt(ranges: Any, batch: int, num_heads: int, num_blocks: int) -> Array:
@@ -164,7 +245,8 @@ def _dealt(ranges: Any, batch: int, num_heads: int, num_blocks: int) -> Array:
     turn = jnp.arange(-(-num_tiles // num_blocks), dtype=jnp.int32)[:, None]
     block = jnp.arange(num_blocks, dtype=jnp.int32)[None]
     tile = turn * num_blocks + block
-    row = jnp.minimum(tile // tiles_a_head // num_heads, ranges.lo.shape[0] - 1)
+    head = jnp.minimum(tile // tiles_a_head, batch * num_heads - 1)
+    row = row_of(head, ranges.lo.shape[0], batch * num_heads)
     cost = jnp.asarray(ranges.hi - ranges.lo)[row, tile % tiles_a_head]
     cost = jnp.where(tile < num_tiles, cost, -1)
     longest_first = jnp.argsort(-cost, axis=1).astype(jnp.int32)
@@ -176,12 +258,12 @@ def _dealt(ranges: Any, batch: int, num_heads: int, num_blocks: int) -> Array:
 
 
 def _words(ranges: Ranges, tiles: Any, num_heads: int, xp: Any) -> Any:
-    """Expands tile numbers ``(batch * num_heads + head) * num_q_tiles + q_tile`` into words."""
+    """Expands tile numbers ``(b * Hq + h) * num_q_tiles + q_tile``; ``num_heads`` is B * Hq."""
     num_q_tiles = ranges.lo.shape[1]
     used = tiles >= 0
     tile = xp.where(used, tiles, 0)
     head, q_tile = tile // num_q_tiles, tile % num_q_tiles
-    row = xp.minimum(head // num_heads, ranges.lo.shape[0] - 1)
+    row = row_of(head, ranges.lo.shape[0], num_heads)
     lo, hi, own_lo, full_lo, full_hi, own_hi = (xp.asarray(x)[row, q_tile] for x in ranges)
     words = [xp.where(used, q_tile, -1), head, lo | hi << 16]
     for group in range(own_lo.shape[-1]):

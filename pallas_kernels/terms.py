@@ -129,10 +129,12 @@ class Terms:
         return ref[batch if ref.shape[0] > 1 else 0, head]
 
     def origin(self, batch: Any, row: Any) -> Any:
-        """A key position near those of the queries from ``row`` on."""
+        """A key near the position of the query ``row``; the nearest one."""
         if "positions" in self.refs:
-            return self._positions(batch)[row]
-        return row + self.problem.mask.q_offset
+            position = self._positions(batch)[row]
+        else:
+            position = row + self.problem.mask.q_offset
+        return jnp.clip(position, 0, self.problem.kv_len)
 
     def _positions(self, batch: Any) -> Ref:
         ref = self.refs["positions"]
@@ -180,7 +182,6 @@ class Terms:
     def scores(
         self,
         s: Array,
-        *,
         rows: Array | None,
         columns: Array | None,
         bias: Array | None,

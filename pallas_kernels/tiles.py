@@ -151,13 +151,36 @@ def softmax_step(
     return p, RowStats(new_m, l), alpha
 
 
-def finish(stats: RowStats) -> tuple[Array, Array]:
-    """``1 / l`` and the natural log-sum-exp; 0 and -inf for rows that saw nothing."""
+def finish(
+    stats: RowStats, shift: Array | None = None, sink: Array | None = None
+) -> tuple[Array, Array]:
+    """What sums of ``exp2(score - m) v`` are to be multiplied by, and the natural log-sum-exp.
+
+    0 and -inf for rows that saw nothing.
+
+    Args:
+        stats: of all tiles.
+        shift: fp32 ``[rows]``, what the logits of each row have beside their scores; -inf hides
+            all keys.
+        sink: fp32 scalar, one more logit.
+    """
     m, l = stats
     if l.ndim == 2:
         l = l.sum(axis=1)
+    if shift is not None:
+        # A shift that is NaN or +inf makes a NaN of its row.
+        l = jnp.where(shift == -jnp.inf, 0.0, l + shift * 0.0)
+        m = m + jnp.where(shift == -jnp.inf, 0.0, shift) * LOG2_E
     # A NaN in l is not 0 and stays one.
-    inverse = jnp.where(l == 0.0, 0.0, 1.0 / l)
+    is_empty = l == 0.0
+    factor: Any = 1.0
+    if sink is not None:
+        sink_log2 = jnp.where(is_empty, m, sink * LOG2_E)
+        new_m = jnp.maximum(m, sink_log2)
+        factor = jnp.exp2(m - new_m)
+        l = l * factor + jnp.where(is_empty, 0.0, jnp.exp2(sink_log2 - new_m))
+        m = new_m
+    inverse = jnp.where(is_empty, 0.0, factor / l)
     return inverse, (m + jnp.log2(l)) * (1.0 / LOG2_E)
 
 
