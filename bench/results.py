@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 OURS = "jax_flash.mosaic"
+_EXPLANATION_LENGTH = 300
 # The note of a row that must not be believed.
 INACCURATE = "less accurate than twice plain attention in low precision"
 
@@ -92,7 +93,7 @@ class Row:
                 return f"{self.amount / 2**30:.3f} GiB"
             return f"{self.amount:.4g} {self.unit}"
         if self.tflops is not None:
-            return f"{self.tflops:.0f}"
+            return f"{self.tflops:.{0 if self.tflops >= 10 else 1}f}"
         return "–" if self.time_us is None else f"{self.time_us:.1f} µs"
 
 
@@ -115,6 +116,12 @@ class Run:
             if row.mode == mode and row.time_us is not None:
                 table.setdefault(row.case, {})[row.impl] = row.time_us
         return table
+
+
+def failure(case: str, impl: str, mode: str, error: Exception) -> Row:
+    """The row of what could not be measured."""
+    text = f"{type(error).__name__}: {error}".replace("\n", " ")[:_EXPLANATION_LENGTH]
+    return Row(case, impl, mode, None, note=text)
 
 
 def write(path: Path | str, run: Run) -> None:

@@ -28,11 +28,10 @@ from bench.cases import Case
 from bench.results import OURS, Row
 
 _COMPILER_THREADS = 8
-_EXPLANATION_LENGTH = 300
 _OUR_PACKAGE = OURS.partition(".")[0]
 
 # The suites that are modules of their own.
-MODULES: dict[str, str] = {"decode": "bench.decode"}
+MODULES: dict[str, str] = {"decode": "bench.decode", "ladder": "bench.ladder"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +92,7 @@ def _run_module(module: Any, arguments: argparse.Namespace) -> int:
     rows: list[Row] = []
     for row in module.measure(arguments):
         rows.append(row)
-        print(_line(row), flush=True)
+        print(_line(row, meta.matmul_tflops), flush=True)
         save(results.Run(meta, tuple(rows)))
     print(f"measured after {time.perf_counter() - start:.0f} s")
     if not rows:
@@ -219,7 +218,7 @@ class _Suite:
             compiled = [future.result() for future in programs.pop(case)]
             self._measure(case, compiled, references.pop(case).result())
             for row in self.rows[done:]:
-                print(_line(row), flush=True)
+                print(_line(row, self._meta.matmul_tflops), flush=True)
             save(self.result)
         print(f"measured after {time.perf_counter() - start:.0f} s")
 
@@ -268,7 +267,7 @@ class _Suite:
             note = f"trace {taken.trace_s:.2f} s, lower {taken.lower_s:.2f} s, compile "
             self._add(case, impl, "compile", taken.total_s * 1e6, note + f"{taken.compile_s:.2f} s")
         for row in self.rows:
-            print(_line(row), flush=True)
+            print(_line(row, self._meta.matmul_tflops), flush=True)
 
     def _compile(self, case: Case, impl: str) -> _Program | Exception:
         from bench import peers
@@ -346,18 +345,18 @@ class _Suite:
         )
 
     def _fail(self, case: Case, impl: str, mode: str, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}".replace("\n", " ")[:_EXPLANATION_LENGTH]
-        self.rows.append(Row(case.name, impl, mode, None, note=text))
+        self.rows.append(results.failure(case.name, impl, mode, error))
 
 
-def _line(row: Row) -> str:
+def _line(row: Row, ceiling: float | None) -> str:
     time_us = "–" if row.time_us is None else f"{row.time_us:.1f}"
-    tflops = "" if row.tflops is None else f"{row.tflops:.0f} TFLOP/s"
-    if row.amount is not None:
-        tflops = row.figure
+    figure = "" if row.amount is None else row.figure
+    if row.tflops is not None:
+        part = "" if ceiling is None else f" ({100 * row.tflops / ceiling:.0f} %)"
+        figure = f"{row.tflops:.0f} TFLOP/s{part}"
     error = "" if row.error is None else f"error {row.error:.1e}"
     return (
-        f"{row.case:<56} {row.impl:<17} {row.mode:<17} {time_us:>10} µs {tflops:>12} {error} "
+        f"{row.case:<56} {row.impl:<17} {row.mode:<17} {time_us:>10} µs {figure:>18} {error} "
         f"{row.note or ''}"
     )
 

@@ -1,6 +1,5 @@
 """The run of a suite, its errors and peers, on the CPU with a stand-in for the GPU's clock."""
 
-import argparse
 import functools
 import importlib
 import itertools
@@ -15,11 +14,12 @@ import numpy as np
 import pytest
 
 import jax_flash
-from bench import accuracy, cases, peers, provenance, results, roofline, run, timing
+from bench import accuracy, cases, peers, provenance, results, run, timing
 from bench.cases import Case
 from bench.provenance import ROOT
 from bench.results import Row
 from tests import oracle64 as oracle
+from tests.gpu_bench import pretend, ran
 
 SMALL = (
     Case(2, 96, 4, 2, 16, True),
@@ -82,17 +82,8 @@ def test_the_reference_agrees_with_the_float64_oracle(case, monkeypatch):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Everything as on a GPU but its clock: ours takes 10 µs for a call, others 20."""
-
-    def kernel_times_us(calls, **_):
-        for call in calls.values():
-            jax.block_until_ready(call())
-        return {name: 10.0 if name == results.OURS else 20.0 for name in calls}
-
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(timing, "kernel_times_us", kernel_times_us)
-    monkeypatch.setattr(roofline, "matmul_tflops", lambda: 800.0)
-    monkeypatch.setattr(roofline, "read_gbps", lambda: 4000.0)
+    """As on a GPU, with small cases and ours on XLA."""
+    pretend(monkeypatch)
     monkeypatch.setitem(peers.IMPLEMENTATIONS, results.OURS, chunked)
     for suite, (_, modes) in cases.SUITES.items():
         monkeypatch.setitem(cases.SUITES, suite, (SMALL, modes))
@@ -100,12 +91,6 @@ def on_a_gpu(monkeypatch):
     yield
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_enable_compilation_cache", True)
-
-
-def ran(*arguments):
-    parser = argparse.ArgumentParser()
-    run.add_arguments(parser)
-    return run.run(parser.parse_args(arguments))
 
 
 @pytest.mark.usefixtures("on_a_gpu")
