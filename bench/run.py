@@ -31,7 +31,7 @@ _COMPILER_THREADS = 8
 _OUR_PACKAGE = OURS.partition(".")[0]
 
 # The suites that are modules of their own.
-MODULES: dict[str, str] = {"decode": "bench.decode", "ladder": "bench.ladder"}
+MODULES = {name: f"bench.{name}" for name in ("decode", "ladder", "memory", "train")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -405,14 +405,14 @@ def _compiled(
         "fwd+bwd": jax.jit(both).lower(do, *structs).compile(),
         "residuals": residuals.compile(),
         "bwd": backward.compile(),
-    }, _gradient_note(both, do, *structs)
+    }, gradient_note(both, do, *structs)
 
 
-def _gradient_note(both: Callable[..., Any], *structs: Any) -> str | None:
+def gradient_note(function: Callable[..., Any], *structs: Any) -> str | None:
     """Who computes our gradient, where it is not the implementation that was asked for."""
     import jax_flash
 
-    for decision in jax_flash.explain(both, *structs).decisions:
+    for decision in jax_flash.explain(function, *structs).decisions:
         if decision.is_gradient:
             return f"the gradient is computed by {decision.chosen!r}"
     return None
