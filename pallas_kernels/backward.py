@@ -45,13 +45,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash.mask import Mask
+from pallas_kernels import backward_terms, tiles
 from pallas_kernels import schedule as schedules
-from pallas_kernels import tiles
 from pallas_kernels.backward_body import scratch_tree
 from pallas_kernels.backward_config import GROUPS, BackwardConfig, default_config, head_group
 from pallas_kernels.backward_layouts import OwnGradients, OwnKeys
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
+from pallas_kernels.terms import Arrays
 
 _SLAB_BYTES = 2**30  # of all copies of dq that a deterministic launch may add up
 
@@ -68,6 +69,7 @@ def attention_backward(
     lse: Array,
     delta: Array,
     mask: Mask,
+    arrays: Arrays | None = None,
     *,
     deterministic: bool = False,
     config: BackwardConfig | None = None,
@@ -88,6 +90,7 @@ def attention_backward(
             finite there.
         delta: fp32 ``[B, Hq, Tq]``, finite there.
         mask: with its arrays.
+        arrays: of the terms; None is none.
         deterministic: whether dq must be bit-equal from run to run, as dk and dv always are.
         config: compile-time options; None takes :func:`default_config`.
         interpret: run in interpret mode, on a CPU.
@@ -115,6 +118,9 @@ def attention_backward(
         inputs["q_segments"] = jnp.pad(mask.q_segments, ((0, 0), (0, surplus)))
         kv_surplus = -problem.kv_len % config.block_kv
         inputs["kv_segments"] = jnp.pad(mask.kv_segments, ((0, 0), (0, kv_surplus)))
+    rows, keys = problem.q_len + surplus, num_kv_tiles * config.block_kv
+    read, lse = backward_terms.inputs(problem, mask, arrays or Arrays(), lse, rows, keys)
+    inputs |= read
     # Rows past the end, like rows without a gradient, have probabilities of exp2(0 - inf).
     padding = ((0, 0), (0, 0), (0, surplus))
     lse = jnp.pad(lse * tiles.LOG2_E, padding, constant_values=jnp.inf)

@@ -14,11 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_flash.mask import dropout_threshold
 from pallas_kernels import schedule as schedules
 from pallas_kernels import tiles
 from pallas_kernels.backward_config import GROUPS, BackwardConfig
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops, loop_between
+from pallas_kernels.terms import Terms
 
 Array = jax.Array
 Ref = Any
@@ -70,6 +72,38 @@ class Step(NamedTuple):
     masked: Any
 
 
+class Given(NamedTuple):
+    """What the terms of a call say about a tile of scores, read before the scores are there.
+
+    Attributes:
+        of_keys: fp32, one entry a row: what is added to the logits of each key; None for nothing.
+        of_queries: fp32, one entry a column: likewise of each query.
+        bias: the tile's bias, or None.
+        visible: fp32, one entry a row: 0 hides a key from all queries; None hides none.
+        row_keys: int32, one entry a column, for dropout, or None.
+        seed: int32 scalar, likewise.
+    """
+
+    of_keys: Array | None
+    of_queries: Array | None
+    bias: Array | None
+    visible: Array | None
+    row_keys: Array | None
+    seed: Any
+
+
+class Probabilities(NamedTuple):
+    """P' of a tile, in the forms that products need; the same array where there is no difference.
+
+    Attributes:
+        kept: factors of dO in dV: without what is dropped (and without ``1 / (1 - rate)``).
+        slopes: times the soft cap's derivative; negative where dropped.
+    """
+
+    kept: Array
+    slopes: Array
+
+
 def scratch_tree(problem: Problem, config: BackwardConfig, ops: Ops) -> dict[str, Any]:
     """Shared memory and barriers, by name."""
     d, dv, dtype = problem.head_dim, problem.value_dim, problem.dtype
@@ -85,6 +119,7 @@ def scratch_tree(problem: Problem, config: BackwardConfig, ops: Ops) -> dict[str
     def barriers(count: int = 1, arrivals: int = GROUPS) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
+    dropout = problem.dropout_rate > 0.0
     tree = {
         "k_s": buffer(1, block_kv, d),
         "v_s": buffer(1, block_kv, dv),
@@ -97,10 +132,11 @@ def scratch_tree(problem: Problem, config: BackwardConfig, ops: Ops) -> dict[str
         "k_full": barriers(arrivals=1),
         "v_full": barriers(arrivals=1),
         "kv_empty": barriers(),
-        "q_full": barriers(config.q_stages),  # Q and lse
+        "q_full": barriers(config.q_stages, 3 if dropout else 2),  # Q, lse and row keys
         "q_empty": barriers(config.q_stages),
-        "do_full": barriers(config.do_stages),  # dO and delta
+        "do_full": barriers(config.do_stages, 2),  # dO and delta
         "do_empty": barriers(config.do_stages),
+        "row_keys_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if dropout else None,
         "meeting": None if ops.interpret is None else plgpu.Barrier(num_arrivals=GROUPS),
         "s_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
         "dp_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
@@ -139,6 +175,10 @@ class Kernel:
         self.refs = refs
         self.group = problem.num_q_heads // problem.num_kv_heads
         self.slabs = refs["dq"].shape[0] // problem.batch
+        self.terms = Terms(ops, problem, refs)
+        self.value_scale = 1.0 / (1.0 - problem.dropout_rate)  # of dV
+        # Whether any tile may have hidden keys, whatever the edges say.
+        self.hides_anywhere = problem.bias is not None or problem.mask.array is not None
         self.warpgroup = lax.axis_index("warpgroup")
 
     def run(self) -> None:
@@ -216,16 +256,18 @@ class Kernel:
         batch, kv_head = self.batch_and_head(tile)
         count = tile.hi - tile.lo
 
-        def load(x: str, rows: str, slot: Any, at: tuple[Any, ...], row: Any) -> None:
-            """A tile of Q or dO, and lse or delta of its rows."""
+        of_queries = ("lse", "row_keys") if "row_keys" in refs else ("lse",)
+
+        def load(x: str, vectors: Any, slot: Any, at: tuple[Any, ...], row: Any) -> None:
+            """A tile of Q or dO, and vectors with an entry for each of its rows."""
             batch, head = at
             self.wait(f"{x}_empty", slot)
             span = pl.ds(row, config.block_q)
             full = refs[f"{x}_full"].at[slot]
             plgpu.copy_gmem_to_smem(refs[x].at[batch, span, head], refs[f"{x}_s"].at[slot], full)
-            plgpu.copy_gmem_to_smem(
-                refs[rows].at[batch, head, span], refs[f"{rows}_s"].at[slot], full
-            )
+            for name in vectors:
+                source = refs[name].at[batch, head, span]
+                plgpu.copy_gmem_to_smem(source, refs[f"{name}_s"].at[slot], full)
 
         self.wait("kv_empty")
         keys = pl.ds(tile.kv_tile * config.block_kv, config.block_kv)
@@ -239,8 +281,8 @@ class Kernel:
             def load_tile(i: Any, _: None) -> None:
                 turn = turns + g * count + i
                 row = (tile.lo + i) * config.block_q
-                load("q", "lse", remainder(turn, config.q_stages), at, row)
-                load("do", "delta", remainder(turn, config.do_stages), at, row)
+                load("q", of_queries, remainder(turn, config.q_stages), at, row)
+                load("do", ("delta",), remainder(turn, config.do_stages), at, row)
 
             lax.fori_loop(0, count, load_tile, None)
 
@@ -255,7 +297,9 @@ class Kernel:
         key = tile.kv_tile * self.config.block_kv
         self.wait("k_full")
         self.wait("v_full")
-        if self.edges.masked:
+        if self.hides_anywhere:
+            self.clean_keys()
+        elif self.edges.masked:
             has_masked = (tile.lo < tile.full_lo) | (tile.full_hi < tile.hi)
             pl.when(has_masked)(self.clean_keys)
         self.work(tile, turns, KeyTile(batch, self.slab(tile, batch), kv_head, key))
@@ -387,27 +431,93 @@ class Kernel:
         ref = self.refs[name]
         return ref.at[batch if ref.shape[0] > 1 else 0]
 
-    def probabilities(self, step: Step, s: Array, lse: Array, row: Any, key: Any) -> Array:
-        """P' of scores."""
+    def given(self, step: Step, row: Any, key: Any, shape: tuple[int, int], place: Any) -> Given:
+        """Reads what terms say about a tile.
+
+        Args:
+            step: the step.
+            row: first query.
+            key: first key.
+            shape: keys by queries.
+            place: where in the ring of Q these queries are.
+        """
+        terms, (num_keys, num_queries) = self.terms, shape
+        at, names = (step.batch, step.head), self.refs
+        of_keys = of_queries = bias = visible = row_keys = seed = None
+        if not self.problem.has_plain_scores:
+            # Positions are relative to the tile's first key: large ones then cost no accuracy.
+            of_keys = terms.of_keys(*at, key, num_keys, key, as_rows=True)
+            of_queries = terms.of_queries(*at, row, num_queries, key, as_rows=False)
+        if "bias" in names:
+            tile = terms.of("bias", *at).at[:, pl.ds(row, num_queries)]
+            bias = self.ops.gather_rows(tile, key, num_keys)
+        if "visible_keys" in names:
+            visible = self.ops.load_rows(terms.of("visible_keys", *at).at[pl.ds(key, num_keys)])
+        if "row_keys" in names:
+            row_keys = self.ops.load_shared_columns(names["row_keys_s"].at[place])
+            seed = names["seeds"][step.batch]
+        return Given(of_keys, of_queries, bias, visible, row_keys, seed)
+
+    def probabilities(
+        self, step: Step, s: Array, lse: Array, given: Given, row: Any, key: Any
+    ) -> Probabilities:
+        """P' of products."""
+        problem, ops = self.problem, self.ops
+        of_queries = given.of_queries
+        if of_queries is not None and problem.soft_cap is None:
+            lse, of_queries = lse - of_queries * tiles.LOG2_E, None
+        s = self.terms.scores(s, rows=given.of_keys, columns=of_queries, bias=given.bias)
 
         def hide() -> Array:
             return jnp.where(self.visible(step, row, key, s.shape), s, -jnp.inf)
 
+        x = s
         if step.masked is True:
-            s = hide()
+            x = hide()
         elif step.masked is not False:
-            s = lax.cond(step.masked, hide, lambda: s)
-        return jnp.exp2(s * self.problem.scale_log2 - lax.broadcast_in_dim(lse, s.shape, [1]))
+            x = lax.cond(step.masked, hide, lambda: s)
+        x = self.hide_by_array(step, x, given, row, key)
+        exponent = x * problem.scale_log2 - lax.broadcast_in_dim(lse, s.shape, [1])
+        if problem.bias is not None:
+            # Far from 0, fp32 logits are apart by more than their probabilities allow.
+            exponent = jnp.minimum(exponent, 0.0)
+        p = jnp.exp2(exponent)
+        kept = p
+        if problem.dropout_rate > 0.0:
+            threshold = dropout_threshold(problem.dropout_rate)
+            p = ops.drop(p, given.row_keys, key, given.seed, threshold, keys_axis=0)
+            kept = jnp.maximum(p, 0.0)
+        if problem.soft_cap is not None:
+            # The score is a hyperbolic tangent t, with the derivative 1 - t^2; hidden: 0.
+            t = jnp.maximum(x, -1.0) if self.hides_anywhere or self.edges.masked else x
+            p = p * (1.0 - t * t)
+        return Probabilities(kept, p)
+
+    def hide_by_array(self, step: Step, s: Array, given: Given, row: Any, key: Any) -> Array:
+        """Scores with -inf where the boolean mask says so."""
+        if given.visible is not None:
+            visible = lax.broadcast_in_dim(given.visible, s.shape, [0])
+            return jnp.where(visible > 0.0, s, -jnp.inf)
+        if "visible_bits" in self.refs:
+            words = self.terms.of("visible_bits", step.batch, step.head)
+            return self.ops.hide_by_bits(s, words, key, row)
+        return s
 
     def score_gradients(self, step: Step, p: Array, dp: Array, delta: Array) -> Array:
-        """From P' and dP' to dS'."""
-        ds = p * (dp - lax.broadcast_in_dim(delta, p.shape, [1]))
+        """From P' (:attr:`Probabilities.slopes`) and dP' to dS'."""
+        rate = self.problem.dropout_rate
+        delta = lax.broadcast_in_dim(delta, p.shape, [1])
+        if rate > 0.0:
+            # Dropped probabilities are negative, and their dP' is 0.
+            ds = p * jnp.where(p > 0.0, dp * (1.0 / (1.0 - rate)) - delta, delta)
+        else:
+            ds = p * (dp - delta)
 
         def hide() -> Array:
             # A hidden value may have made dP' anything.
             return jnp.where(p == 0.0, 0.0, ds)
 
-        if step.masked is True:
+        if step.masked is True or self.hides_anywhere:
             return hide()
         if step.masked is not False:
             return lax.cond(step.masked, hide, lambda: ds)

@@ -89,7 +89,7 @@ class OwnKeys(Kernel):
         self.meet()  # the other consumer has read these keys for its part of dQ
         key = at.key + self.warpgroup * ROWS
         self.store("dk", dk * self.problem.scale, self.own_keys("k_s"), at, key)
-        self.store("dv", dv, self.own_keys("v_s"), at, key)
+        self.store("dv", dv * self.value_scale, self.own_keys("v_s"), at, key)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.arrive("kv_empty")
 
@@ -118,15 +118,17 @@ class OwnKeys(Kernel):
                 # Later products: S' and dP' of the parts to come, and dV of the parts before.
                 later = 2 * (parts - part) - 1 + part
                 lse = ops.load_shared_columns(refs["lse_s"].at[q_slot, span])
+                row = step.row + part * width
+                given = self.given(step, row, key, (ROWS, width), (q_slot, span))
                 s = ops.load_accumulator(s_accs[part], wait=later)
                 if part == 0:
                     self.pass_turn()
                     self.wait("ds_empty", ds_slot)
-                p = self.probabilities(step, s, lse, step.row + part * width, key)
-                p16 = p.astype(self.problem.dtype)
+                p = self.probabilities(step, s, lse, given, row, key)
+                p16 = p.kept.astype(self.problem.dtype)
                 delta = ops.load_shared_columns(refs["delta_s"].at[do_slot, span])
                 dp = ops.load_accumulator(dp_accs[part], wait=later - 1)
-                ds = self.score_gradients(step, p, dp, delta).astype(self.problem.dtype)
+                ds = self.score_gradients(step, p.slopes, dp, delta).astype(self.problem.dtype)
                 ops.matmul_registers(dv_acc, p16, refs["do_s"].at[do_slot, span])
                 self.own_keys("ds_s", ds_slot).at[:, span][...] = ds
                 result.append(ds)
@@ -222,7 +224,7 @@ class OwnGradients(Kernel):
 
         lax.cond(
             self.warpgroup == 0,
-            lambda: role(self.value_step, "v", 1.0),
+            lambda: role(self.value_step, "v", self.value_scale),
             lambda: role(self.key_step, "k", self.problem.scale),
         )
 
@@ -232,21 +234,24 @@ class OwnGradients(Kernel):
         zero = ops.opaque_zero()
         q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
 
-        def probabilities(s_acc: Ref) -> Array:
+        def probabilities(s_acc: Ref) -> tuple[Array, Array]:
             self.wait("q_full", q_slot)
             q = refs["q_s"].at[q_slot]
             ops.matmul(s_acc, refs["k_s"].at[zero], q, transpose_b=True)
             lse = ops.load_shared_columns(refs["lse_s"].at[q_slot])
+            shape = (ROWS, self.config.block_q)
+            given = self.given(step, step.row, step.key, shape, (q_slot,))
             s = ops.load_accumulator(s_acc, wait=0)
             self.arrive("q_empty", q_slot)
-            p = self.probabilities(step, s, lse, step.row, step.key)
-            return p.astype(self.problem.dtype)
+            p = self.probabilities(step, s, lse, given, step.row, step.key)
+            kept = p.kept.astype(self.problem.dtype)
+            return kept, kept if p.slopes is p.kept else p.slopes.astype(self.problem.dtype)
 
-        p = self.accumulate(probabilities, ("s_acc",))
+        p, slopes = self.accumulate(probabilities, ("s_acc",))
         self.wait("do_full", do_slot)
         ops.matmul_registers(dv_acc, p, refs["do_s"].at[do_slot])
         self.wait("p_empty")
-        refs["p_s"][...] = p
+        refs["p_s"][...] = slopes
         self.arrive("p_full")
         self.wait("ds_full", ds_slot)
         dq = self.query_gradients(ds_slot, zero)

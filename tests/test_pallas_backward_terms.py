@@ -1,0 +1,202 @@
+"""Masks and terms in the Mosaic backward kernel, run by JAX's GPU interpret mode.
+
+The kernel is given the residuals of the dense implementation, so that it alone is at stake.
+"""
+
+import functools
+import inspect
+
+import jax
+import numpy as np
+import pytest
+
+from jax_flash import backends, calls, dot_product_attention, reference, vjp
+from jax_flash.mask import dropout_keep, dropout_seeds
+from jax_flash.spec import Gradients, Residuals
+from pallas_kernels import backend
+from pallas_kernels import backward_config as kernel_config
+from tests import oracle64
+from tests.kernel_cases import ON_GPU, WITH_RACES, i32, qkv, rand
+
+SLOPES = np.float32([0.2, -0.1])
+SINKS = np.float32([0.5, -1.0])
+OWN_GRADIENTS = kernel_config.BackwardConfig(own_gradients=True)
+
+
+@pytest.fixture(autouse=True)
+def without_races(capfd):
+    """On a GPU, asked for with JAX_FLASH_TEST_GPU=1, the same tests run the kernel itself."""
+    if ON_GPU and backends.device_of().compute_capability != "9.0":
+        pytest.skip("needs compute capability 9.0")
+    yield
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def run(q, k, v, do, dlse, config=None, **keywords):
+    """Gradients of the public call by the kernel; arrays among the keywords are traced."""
+    arrays = {name: x for name, x in keywords.items() if isinstance(x, np.ndarray | jax.Array)}
+    static = {name: x for name, x in keywords.items() if name not in arrays}
+    defaults = inspect.signature(dot_product_attention).parameters
+    defaults = {name: p.default for name, p in defaults.items() if name not in ("query", "key")}
+    del defaults["value"], defaults["implementation"], defaults["return_residual"]
+    options = {} if ON_GPU else {"interpret": WITH_RACES, "num_blocks": 1}
+
+    @jax.jit
+    def gradients(q, k, v, do, dlse, arrays):
+        terms = {**defaults, **static, **arrays, "return_lse": True}
+        terms["soft_cap"] = terms.pop("logits_soft_cap")
+        spec, operands = calls.dense_call(q, k, v, **terms)
+        residuals = Residuals(operands, *reference.forward(spec, operands))
+        delta = vjp.delta(residuals, do, dlse)
+        return backend.differentiate(spec, residuals, do, delta, config=config, **options)
+
+    return gradients(q, k, v, do, dlse, arrays)
+
+
+def cotangents(q, v):
+    return rand(3, *q.shape[:-1], v.shape[-1], dtype=q.dtype), rand(
+        4, *q.shape[:-1], dtype="float32"
+    )
+
+
+def check(got, want, names=("dq", "dk", "dv"), tolerance=5e-3):
+    """Relative error as of a computation with rounded probabilities and score gradients."""
+    fields = {"dq": "query", "dk": "key", "dv": "value"}
+    for name in names:
+        x = np.asarray(getattr(got, fields.get(name, name[1:])))
+        assert np.isfinite(x.astype(np.float32)).all(), name
+        error = np.linalg.norm(x.astype(np.float64).reshape(want[name].shape) - want[name])
+        assert error <= tolerance * max(np.linalg.norm(want[name]), 1e-30), (name, error)
+
+
+def mask_of(*shape, seed=8, threshold=-0.5):
+    return rand(seed, *shape, dtype="float32") > threshold
+
+
+def bias_of(*shape, dtype="float32"):
+    """With some entries that hide."""
+    bias = rand(6, *shape, dtype=dtype)
+    return np.where(rand(5, *shape, dtype="float32") > 1.0, bias.dtype.type(-np.inf), bias)
+
+
+# name: shapes, the call's keywords, the oracle's where they differ
+CASES = {
+    "soft cap": ((1, 70, 130, 2, 1, 64), {"logits_soft_cap": 3.0}, {"soft_cap": 3.0}),
+    "soft cap, causal": (
+        (1, 130, 200, 2, 2, 128),
+        {"logits_soft_cap": 3.0, "is_causal": True, "q_offset": 60},
+        {"soft_cap": 3.0, "is_causal": True, "q_offset": 60},
+    ),
+    "soft cap, own gradients": (
+        (1, 70, 130, 2, 1, 192, 128),
+        {"logits_soft_cap": 3.0, "is_causal": True, "q_offset": 60},
+        {"soft_cap": 3.0, "is_causal": True, "q_offset": 60},
+    ),
+    "sinks": ((2, 70, 130, 2, 1, 64), {"sinks": SINKS}, None),
+    "sinks, empty rows": (
+        (1, 70, 64, 2, 1, 64),
+        {"sinks": np.float32([3.0, -np.inf]), "is_causal": True, "q_offset": -30},
+        None,
+    ),
+    "ALiBi": ((1, 140, 140, 2, 1, 64), {"alibi_slopes": SLOPES, "is_causal": True}, None),
+    "ALiBi, own gradients": ((1, 70, 140, 2, 2, 192), {"alibi_slopes": SLOPES}, None),
+    "ALiBi, soft cap, offsets": (
+        (2, 70, 130, 2, 1, 64),
+        {"alibi_slopes": SLOPES, "q_offset": i32(60, 1000), "logits_soft_cap": 5.0},
+        {"alibi_slopes": SLOPES, "q_offset": i32(60, 1000), "soft_cap": 5.0},
+    ),
+    "ALiBi, far away": ((1, 70, 70, 2, 1, 64), {"alibi_slopes": SLOPES, "q_offset": 10**4}, None),
+    "ALiBi, offsets, segments": (
+        (2, 130, 130, 2, 1, 128),
+        {
+            "alibi_slopes": SLOPES,
+            "q_offset": i32(5, -3),
+            "query_segment_ids": np.repeat(i32(1, 2), 65)[None],
+            "key_value_segment_ids": np.repeat(i32(1, 2), 65)[None],
+        },
+        {
+            "alibi_slopes": SLOPES,
+            "q_offset": i32(5, -3),
+            "q_segments": np.repeat(i32(1, 2), 65)[None],
+            "kv_segments": np.repeat(i32(1, 2), 65)[None],
+        },
+    ),
+    "bias of a row": ((2, 70, 130, 2, 1, 64), {"bias": bias_of(2, 1, 1, 130)}, None),
+    "bias of a row, causal": (
+        (1, 130, 130, 2, 1, 128),
+        {"bias": bias_of(1, 2, 1, 130), "is_causal": True},
+        None,
+    ),
+    "bias of a column": ((2, 70, 130, 2, 1, 64), {"bias": bias_of(1, 2, 70, 1)}, None),
+    "bias of a column, soft cap, sinks": (
+        (2, 70, 130, 2, 1, 64),
+        {"bias": bias_of(1, 2, 70, 1), "logits_soft_cap": 2.0, "sinks": SINKS},
+        {"bias": bias_of(1, 2, 70, 1), "soft_cap": 2.0, "sinks": SINKS},
+    ),
+    "bias of one number": ((1, 70, 70, 2, 1, 64), {"bias": np.float32([[[[2.0]]]])}, None),
+    "full bias": ((2, 70, 130, 2, 1, 64), {"bias": bias_of(2, 2, 70, 130)}, None),
+    "full bias, bfloat16, window": (
+        (1, 150, 150, 2, 2, 128),
+        {"bias": bias_of(1, 2, 150, 150, dtype="bfloat16"), "local_window_size": (60, 20)},
+        {"bias": bias_of(1, 2, 150, 150, dtype="bfloat16"), "window": (60, 20)},
+    ),
+    "full bias, own gradients, lengths": (
+        (2, 70, 131, 2, 1, 192),
+        {"bias": bias_of(1, 1, 70, 131), "key_value_seq_lengths": i32(100, 0)},
+        {"bias": bias_of(1, 1, 70, 131), "kv_lengths": i32(100, 0)},
+    ),
+    "full bias, soft cap": (
+        (1, 70, 130, 2, 1, 64),
+        {"bias": bias_of(1, 2, 70, 130), "logits_soft_cap": 2.0},
+        {"bias": bias_of(1, 2, 70, 130), "soft_cap": 2.0},
+    ),
+    "full mask": ((2, 70, 130, 2, 1, 64), {"mask": mask_of(2, 2, 70, 130)}, None),
+    "full mask, causal": (
+        (1, 150, 150, 2, 2, 128),
+        {"mask": mask_of(1, 1, 150, 150), "is_causal": True},
+        None,
+    ),
+    "full mask, own gradients, lengths": (
+        (2, 150, 70, 2, 1, 192),
+        {"mask": mask_of(1, 2, 150, 70), "query_seq_lengths": i32(100, 3)},
+        {"mask": mask_of(1, 2, 150, 70), "q_lengths": i32(100, 3)},
+    ),
+    "mask of a row": ((2, 70, 130, 2, 1, 64), {"mask": mask_of(2, 1, 1, 130)}, None),
+    "mask of a column": ((2, 70, 130, 2, 1, 128), {"mask": mask_of(1, 2, 70, 1)}, None),
+    "mask of one": ((1, 70, 130, 2, 1, 64), {"mask": np.zeros((1, 1, 1, 1), bool)}, None),
+    "everything": (
+        (2, 130, 140, 2, 1, 64),
+        {
+            "logits_soft_cap": 4.0,
+            "sinks": SINKS,
+            "alibi_slopes": SLOPES,
+            "bias": bias_of(1, 2, 130, 140),
+            "mask": mask_of(2, 1, 130, 140),
+            "is_causal": True,
+            "q_offset": i32(10, 20),
+            "key_value_seq_lengths": i32(140, 90),
+        },
+        {
+            "soft_cap": 4.0,
+            "sinks": SINKS,
+            "alibi_slopes": SLOPES,
+            "bias": bias_of(1, 2, 130, 140),
+            "mask": mask_of(2, 1, 130, 140),
+            "is_causal": True,
+            "q_offset": i32(10, 20),
+            "kv_lengths": i32(140, 90),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_oracle(name):
+    shape, keywords, terms = CASES[name]
+    q, k, v = qkv(*shape)
+    do, dlse = cotangents(q, v)
+    terms = keywords if terms is None else terms
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **terms)
+    got = run(q, k, v, do, dlse, **keywords)
+    sinks = ("dsinks",) if "sinks" in keywords else ()
+    check(got, want, names=("dq", "dk", "dv", *sinks))
