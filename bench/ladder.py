@@ -65,7 +65,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         yield from _measure(case, compiled.pop(case), references.pop(case).result())
 
 
-def _attention(case: Case, number: int) -> Callable[..., Any]:
+def attention(case: Case, number: int) -> Callable[..., Any]:
+    """One step as a function of query, key and value."""
     from bench import peers
     from pallas_kernels import ladder
 
@@ -83,7 +84,7 @@ def _submit(pool: concurrent.futures.Executor, case: Case) -> dict[str, Any]:
 
     def compile_(number: int) -> Any:
         structs = jax.eval_shape(lambda: run.inputs(case))
-        return jax.jit(_attention(case, number)).lower(*structs).compile()
+        return jax.jit(attention(case, number)).lower(*structs).compile()
 
     return {
         impl(number): pool.submit(compile_, number)

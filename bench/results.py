@@ -266,10 +266,11 @@ def table(
             cells = [f"{summary(x):.3f}×" if x else "–" for x in ratios.values()]
             blank = [""] if ours in columns else []
             lines.append([f"{name}, {group}", *blank, *cells])
-    return _markdown(lines)
+    return markdown(lines)
 
 
-def _markdown(lines: list[list[str]]) -> str:
+def markdown(lines: list[list[str]]) -> str:
+    """A table; the first line is its head."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"

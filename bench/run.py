@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not chosen:
         print(f"no case of {arguments.suite!r} has {wanted} in its name", file=sys.stderr)
         return 2
-    if not _has_gpu():
+    if not has_gpu():
         return 2
     timed = _Suite(chosen, modes, [OURS, *names], arguments)
     save, out = _saving(arguments)
@@ -84,11 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_module(module: Any, arguments: argparse.Namespace) -> int:
     """Runs a suite that is a module of its own; saves and prints after every row."""
     os.environ.update(getattr(module, "ENVIRONMENT", {}))
-    if not _has_gpu():
+    if not has_gpu():
         return 2
     start = time.perf_counter()
     save, out = _saving(arguments)
-    meta = _ceilings(_meta(arguments, getattr(module, "NOTE", None)))
+    meta = ceilings(make_meta(arguments, getattr(module, "NOTE", None)))
     rows: list[Row] = []
     for row in module.measure(arguments):
         rows.append(row)
@@ -101,7 +101,8 @@ def _run_module(module: Any, arguments: argparse.Namespace) -> int:
     return _report(results.Run(meta, tuple(rows)), {}, out)
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether JAX runs on a GPU; if not, says so."""
     import jax
 
     if jax.default_backend() == "gpu":
@@ -122,7 +123,8 @@ def _saving(arguments: argparse.Namespace) -> tuple[Callable[[results.Run], None
     return functools.partial(results.write, out) if out else lambda _: None, out
 
 
-def _meta(arguments: argparse.Namespace, note: str | None) -> results.Meta:
+def make_meta(arguments: argparse.Namespace, note: str | None) -> results.Meta:
+    """Where and when this is, but for the ceilings."""
     return results.Meta(
         **provenance.device(),
         commit=arguments.commit or provenance.commit(),
@@ -133,7 +135,7 @@ def _meta(arguments: argparse.Namespace, note: str | None) -> results.Meta:
     )
 
 
-def _ceilings(meta: results.Meta) -> results.Meta:
+def ceilings(meta: results.Meta) -> results.Meta:
     """Measures them and prints what is known of the machine."""
     from bench import roofline
 
@@ -179,7 +181,7 @@ class _Suite:
         self._cases, self._modes, self._impls = chosen, modes, list(impls)
         self._arguments = arguments
         self._timing = {"rounds": 2, "iterations": 3} if arguments.quick else {}
-        self._meta = _meta(
+        self._meta = make_meta(
             arguments,
             "short: kernel time by CUPTI, median of "
             f"{self._timing.get('rounds', 5)} medians of {self._timing.get('iterations', 5)} "
@@ -200,7 +202,7 @@ class _Suite:
         jax.config.update("jax_enable_compilation_cache", False)
         start = time.perf_counter()
         self._leave_out_absent()
-        self._meta = _ceilings(self._meta)
+        self._meta = ceilings(self._meta)
         if not self._arguments.quick:
             self._measure_python()
         print(f"{time.perf_counter() - start:.0f} s so far; compiling", flush=True)

@@ -70,6 +70,11 @@ class Stage:
     swizzles: bool = False
     num_buffers: int = 1
 
+    @property
+    def kernel_name(self) -> str:
+        """What profilers call it; those of the first step have more words at the end."""
+        return "ladder_" + self.name.lower().replace(" ", "_").replace("-", "_")
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -248,6 +253,7 @@ def _naive(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, v: Array) ->
     acc = ops.accumulator_scratch(1, (BLOCK, BLOCK))
     tile = {"q_s": call.staging(stage), "k_s": call.operand(stage), "acc": acc}
     launch = functools.partial(_launch, ops)
+    name = stage.kernel_name
     full = {"full": plgpu.Barrier(num_arrivals=2)}
 
     def scores(refs: dict[str, Ref]) -> None:
@@ -264,7 +270,7 @@ def _naive(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, v: Array) ->
         _store(ops, refs["s"].at[head, _rows(q_tile), _rows(kv_tile)], s)
 
     every_tile = grid | {"kv_tile": call.num_tiles}
-    (s,) = launch(scores, {"q": q, "k": k}, {"s": s}, tile | full, every_tile, "ladder_scores")
+    (s,) = launch(scores, {"q": q, "k": k}, {"s": s}, tile | full, every_tile, f"{name}_scores")
 
     def softmax(refs: dict[str, Ref]) -> None:
         head, rows = lax.axis_index("batch_and_head"), _rows(lax.axis_index("q_tile"))
@@ -289,7 +295,7 @@ def _naive(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, v: Array) ->
 
         over_tiles(write, None)
 
-    (p,) = launch(softmax, {"s": s}, {"p": p}, {}, grid, "ladder_softmax")
+    (p,) = launch(softmax, {"s": s}, {"p": p}, {}, grid, f"{name}_softmax")
 
     def values(refs: dict[str, Ref]) -> None:
         batch, head = _own_head(call)
@@ -314,7 +320,7 @@ def _naive(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, v: Array) ->
     acc = ops.accumulator_scratch(1, (BLOCK, call.head_dim))
     scratch = {"v_s": call.operand(stage), "acc": acc, "full": plgpu.Barrier()}
     outputs = {"out": call.array()}
-    return launch(values, {"p": p, "v": v}, outputs, scratch, grid, "ladder_values")[0]
+    return launch(values, {"p": p, "v": v}, outputs, scratch, grid, f"{name}_values")[0]
 
 
 # 2: O, l and m in device memory, a thread block for each head.
@@ -391,7 +397,7 @@ def _flash_attention_1(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, 
     outputs = {"o": call.array(jnp.float32), "m": rows, "l": rows}
     grid = {"batch_and_head": call.batch * call.num_heads}
     inputs = {"q": q, "k": k, "v": v}
-    o, _, _ = _launch(ops, body, inputs, outputs, scratch, grid, "ladder_flash_attention_1")
+    o, _, _ = _launch(ops, body, inputs, outputs, scratch, grid, stage.kernel_name)
     return o.astype(call.dtype)
 
 
@@ -464,8 +470,7 @@ def _flash_attention_2(call: _Call, stage: Stage, ops: Ops, q: Array, k: Array, 
     }
     grid = {"batch_and_head": call.batch * call.num_heads, "q_tile": call.num_tiles}
     inputs, outputs = {"q": q, "k": k, "v": v}, {"out": call.array()}
-    name = f"ladder_flash_attention_2_{stage.num_buffers}"
-    return _launch(ops, body, inputs, outputs, scratch, grid, name)[0]
+    return _launch(ops, body, inputs, outputs, scratch, grid, stage.kernel_name)[0]
 
 
 STAGES = {

@@ -20,7 +20,7 @@ FLOORS = (
     {"mask"},
     {"spec"},
     {"tuning", "calls", "reference", "sharding", "testing"},
-    {"chunked", "cudnn", "backends"},
+    {"cache_calls", "chunked", "cudnn", "backends"},
     {"vjp", "report", "measure"},
     {"api", "tuner"},
     {"kv_cache"},
@@ -41,11 +41,12 @@ KNOWS = {
     "bench": {"bench", "jax_flash.layers", "models"},
 }  # fmt: skip
 # bench.aot compiles the kernels themselves, on a machine without a GPU.
-# bench.ladder times kernels that no public function offers.
+# bench.ladder and bench.profile run kernels that no public function offers.
 # bench.tune writes the tuning table that ships.
 EXCEPTIONS = {
     "bench/aot.py": {"pallas_kernels", "cuda_ffi", "jax_flash.mask", "jax_flash.spec"},
     "bench/ladder.py": {"pallas_kernels.ladder"},
+    "bench/profile.py": {"pallas_kernels.ladder"},
     "bench/tune.py": {"jax_flash.measure", "jax_flash.tuner", "jax_flash.tuning"},
 }
 
