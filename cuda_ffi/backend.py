@@ -72,17 +72,19 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
     """
     mask = operands.mask
     assert mask.kv_ends is not None
+    kv_lens = jnp.broadcast_to(mask.kv_ends[:, 0], (spec.batch,))
     window = (-1, -1) if mask.window is None else mask.window
     arrays = (
         operands.query,
         operands.key,
         operands.value,
         _or_nothing(operands.block_tables, np.int32),
-        mask.kv_ends.reshape(spec.batch),
+        kv_lens,
         _or_nothing(operands.sinks),
         _or_nothing(operands.alibi_slopes),
         _or_nothing(operands.k_scale),
         _or_nothing(operands.v_scale),
+        _or_nothing(operands.chunk_ends, np.int32),
     )
     results = (
         jax.ShapeDtypeStruct((*operands.query.shape[:-1], spec.value_dim), spec.dtype),

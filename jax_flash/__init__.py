@@ -7,6 +7,7 @@ Start with :func:`dot_product_attention`, a drop-in for ``jax.nn.dot_product_att
 from jax_flash.api import (
     append_kv,
     decode_attention,
+    decode_plan,
     dot_product_attention,
     merge_attention,
     paged_attention,
@@ -14,17 +15,20 @@ from jax_flash.api import (
 )
 from jax_flash.backends import UnsupportedError
 from jax_flash.block_manager import BlockManager, OutOfPagesError
+from jax_flash.cache_calls import DecodePlan
 from jax_flash.kv_cache import PagedKVCache
 from jax_flash.report import Report, explain
 
 __all__ = [
     "BlockManager",
+    "DecodePlan",
     "OutOfPagesError",
     "PagedKVCache",
     "Report",
     "UnsupportedError",
     "append_kv",
     "decode_attention",
+    "decode_plan",
     "dot_product_attention",
     "explain",
     "merge_attention",

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_flash import backends, calls, checks, reference, vjp
+from jax_flash import backends, cache_calls, calls, checks, reference, vjp
+from jax_flash.cache_calls import DecodePlan
 from jax_flash.sharding import keep_query_sharding
 from jax_flash.spec import AttentionSpec, Operands
 
@@ -212,6 +213,7 @@ def decode_attention(
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
+    plan: DecodePlan | None = None,
     implementation: Implementation = None,
     return_residual: bool = False,
     deterministic: bool = False,
@@ -236,6 +238,8 @@ def decode_attention(
         logits_soft_cap: as there.
         sinks: as there.
         alibi_slopes: as there.
+        plan: what :func:`decode_plan` gave for these lengths. It saves time and changes nothing;
+            kernels check it, and ignore one of other lengths.
         implementation: as there.
         return_residual: as there.
         deterministic: also asks that a sequence's bits do not depend on its neighbours.
@@ -248,7 +252,7 @@ def decode_attention(
         TypeError: a wrong dtype or type.
         UnsupportedError: the implementations named cannot compute this call.
     """
-    spec, operands = calls.decode_call(
+    spec, operands = cache_calls.decode_call(
         query,
         key_cache,
         value_cache,
@@ -257,6 +261,7 @@ def decode_attention(
         local_window_size=local_window_size,
         k_scale=k_scale,
         v_scale=v_scale,
+        plan=plan,
         scale=scale,
         soft_cap=logits_soft_cap,
         alibi_slopes=alibi_slopes,
@@ -283,6 +288,7 @@ def paged_attention(
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
+    plan: DecodePlan | None = None,
     implementation: Implementation = None,
     return_residual: bool = False,
     deterministic: bool = False,
@@ -312,6 +318,8 @@ def paged_attention(
         logits_soft_cap: as there.
         sinks: as there.
         alibi_slopes: as there.
+        plan: what :func:`decode_plan` gave for these lengths. It saves time and changes nothing;
+            kernels check it, and ignore one of other lengths.
         implementation: as there.
         return_residual: as there.
         deterministic: also asks that a sequence's bits do not depend on its neighbours.
@@ -327,7 +335,7 @@ def paged_attention(
     Source:
         Kwon et al. 2023 (PagedAttention).
     """
-    spec, operands = calls.paged_call(
+    spec, operands = cache_calls.paged_call(
         query,
         key_pages,
         value_pages,
@@ -338,6 +346,7 @@ def paged_attention(
         local_window_size=local_window_size,
         k_scale=k_scale,
         v_scale=v_scale,
+        plan=plan,
         scale=scale,
         soft_cap=logits_soft_cap,
         alibi_slopes=alibi_slopes,
@@ -346,6 +355,33 @@ def paged_attention(
         deterministic=deterministic,
     )
     return _attend(spec, operands, implementation)
+
+
+def decode_plan(
+    kv_lens: Array,
+    *,
+    num_new_tokens: int = 1,
+    local_window_size: int | tuple[int, int] | None = None,
+) -> DecodePlan:
+    """Plans the work of a decode step once, for the attention of all its layers.
+
+    The kernels give every multiprocessor an equal part of all sequences' tokens, for which each of
+    them adds up the lengths by itself, in every layer. With a plan that is done already. It is
+    made on the device, from lengths that the host need not know.
+
+    Args:
+        kv_lens: int32 ``[B]``, those of :func:`paged_attention` or :func:`decode_attention`.
+        num_new_tokens: Tq, the new tokens of each sequence.
+        local_window_size: the window of these calls.
+
+    Returns:
+        A pytree to pass as ``plan=``.
+
+    Raises:
+        ValueError: a wrong shape or value.
+        TypeError: a wrong dtype or type.
+    """
+    return cache_calls.plan_call(kv_lens, num_new_tokens, local_window_size)
 
 
 def append_kv(
@@ -383,7 +419,7 @@ def append_kv(
         ValueError: a wrong shape.
         TypeError: a wrong dtype or type.
     """
-    arrays = calls.append_call(
+    arrays = cache_calls.append_call(
         key_pages, value_pages, new_key, new_value, slot_mapping, page_layout, k_scale, v_scale
     )
     return backends.append(*arrays, page_layout)

@@ -71,6 +71,7 @@ class Operands:
         block_tables: int32 ``[B, max_pages]``.
         k_scale: fp32, broadcastable to the axes of ``key`` without its last; None means 1.
         v_scale: fp32, likewise for ``value``.
+        chunk_ends: int32 ``[B]``, of a :class:`jax_flash.DecodePlan`; a hint that changes nothing.
     """
 
     query: Array
@@ -84,6 +85,7 @@ class Operands:
     block_tables: Array | None = None
     k_scale: Array | None = None
     v_scale: Array | None = None
+    chunk_ends: Array | None = None
 
 
 class Residuals(NamedTuple):

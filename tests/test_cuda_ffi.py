@@ -10,8 +10,8 @@ from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cuda_ffi import library
-from jax_flash import append_kv, backends, decode_attention, paged_attention
-from tests.test_cuda_decode import REASON, as_if_the_cpu_had_it
+from jax_flash import append_kv, backends, decode_attention, decode_plan, paged_attention
+from tests.test_cuda_decode import ON_GPU, REASON, as_if_the_cpu_had_it
 from tests.test_decode import NAN, cache, into_pages
 from tests.tolerance import bits, rand
 
@@ -112,6 +112,31 @@ def test_steps_in_a_loop_with_growing_lengths_equal_eager_ones():
     assert np.isfinite(np.float32(got)).all()
 
 
+def test_a_plan_is_made_once_for_all_layers_and_survives_transforms():
+    """Lengths long enough for ranges that cut sequences, where there are kernels."""
+    lens = np.random.default_rng(0).integers(0, 9000 if ON_GPU else 90, 40)
+    query, key, value, lens = cache(lens.tolist(), (4, 2), (64, 64), 1, "bfloat16")
+    call = functools.partial(decode_attention, implementation="cuda")
+
+    def layers(query, lens, make_plan):
+        plan = make_plan(lens)
+        for _ in range(3):
+            query = call(query, key, value, lens, plan=plan)
+        return query
+
+    planned = jax.jit(functools.partial(layers, make_plan=decode_plan))
+    want = jax.jit(functools.partial(layers, make_plan=lambda _: None))(query, lens)
+    assert bits(planned(query, lens)) == bits(want)
+    text = planned.lower(query, lens).as_text()
+    assert text.count(library.DECODE) == 3
+    queries = jnp.stack([query, 2 * query])
+    mapped = jax.vmap(lambda query: call(query, key, value, lens, plan=decode_plan(lens)))(queries)
+    alone = jax.vmap(lambda query: call(query, key, value, lens))(queries)
+    assert bits(mapped) == bits(alone)
+    one = jax.vmap(lambda query: call(query, key[:1], value[:1], lens[:1]))(queries[:, :1])
+    assert bits(one[0]) == bits(call(query[:1], key[:1], value[:1], lens[:1]))
+
+
 def copies(compiled, shape):
     """Instructions of a compiled program that copy an array of a given shape."""
     text = ",".join(map(str, shape))
@@ -183,6 +208,7 @@ def test_a_call_cut_by_batch_and_heads_gathers_nothing(mesh, heads):
     pools, tables = into_pages([key, value], lens, 8, "HND")
     kv = "model" if heads[1] % 2 == 0 else None
     terms = {"sinks": jnp.ones(heads[0]), "k_scale": jnp.full(heads[1], 0.5)}
+    terms["plan"] = decode_plan(lens, num_new_tokens=2)
     call = jax.jit(
         functools.partial(paged_attention, implementation="cuda", return_residual=True, **terms)
     )

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import append_kv, chunked, decode_attention, paged_attention
+from jax_flash import (
+    DecodePlan,
+    append_kv,
+    chunked,
+    decode_attention,
+    decode_plan,
+    paged_attention,
+)
 from tests import oracle64 as oracle
 from tests.tolerance import (
     IMPLEMENTATIONS,
@@ -93,7 +100,8 @@ def run(function, implementation, arrays, static):
     """(out, lse) as NumPy arrays, or None where the implementation refuses."""
     if not runs(implementation, function, *arrays, **static, return_residual=True):
         return None
-    traced = {name: x for name, x in static.items() if isinstance(x, np.ndarray)}
+    arrays_too = (np.ndarray, DecodePlan)
+    traced = {name: x for name, x in static.items() if isinstance(x, arrays_too)}
     static = {name: x for name, x in static.items() if name not in traced}
     results = program(function, implementation, tuple(static.items()))(*arrays, **traced)
     return [np.asarray(x) for x in results]
@@ -246,6 +254,40 @@ def test_every_term_counts_from_the_end_of_the_sequence(implementation):
         if got is not None:
             check(got, want, errors)
             assert (got[1][3] == -INF).all(), "a sink makes no key"
+
+
+@pytest.mark.parametrize("window", [None, 0, (20, 3), 2**31 - 1])
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_a_plan_counts_the_chunks_that_are_seen(q_len, window):
+    lens = np.int32([0, 1, 16, 17, 300, 3, -4])
+    plan = jax.jit(partial(decode_plan, num_new_tokens=q_len, local_window_size=window))(lens)
+    left = lens.max() if window is None else (window if isinstance(window, int) else window[0])
+    counts = []
+    for length in lens:
+        seen = {
+            key // 16
+            for query in range(length - q_len, length)
+            for key in range(max(0, query - left), query + 1)
+        }
+        counts.append(len(seen))
+    np.testing.assert_array_equal(plan.chunk_ends, np.cumsum(counts))
+    assert plan.chunk_ends.dtype == np.int32
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bits_are_the_same_with_a_plan_even_of_other_lengths(implementation):
+    query, key, value, lens = cache([40, 9, 0, 17, 1], (4, 2), (64, 64), 2)
+    pools, tables = into_pages([key, value], lens, 16, "HND")
+    static = {"local_window_size": (18, 0)}
+    plan = partial(decode_plan, num_new_tokens=2)
+    for function, caches in ((paged_attention, (*pools, tables)), (decode_attention, (key, value))):
+        arrays = query, *caches, lens
+        want = run(function, implementation, arrays, static)
+        if want is None:
+            return
+        for given in (plan(lens, **static), plan(lens), plan(lens[::-1], **static)):
+            got = run(function, implementation, arrays, static | {"plan": given})
+            assert bits(got) == bits(want)
 
 
 def scales_of(kind, shape, seed):

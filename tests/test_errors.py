@@ -62,6 +62,7 @@ RAGGED = {"query": z(6, 4, 8), **kv(9, 2, 8), **CU_SEQLENS, "is_causal": True}
 DECODE = {"query": z(2, 1, 4, 8), **cache(2, 7, 2, 8), "kv_lens": ints(3, 7)}
 TABLES = {"block_tables": z32(2, 3), "kv_lens": ints(3, 12)}
 PAGED = {"query": z(2, 1, 4, 8), **pages(6, 2, 4, 8), **TABLES}
+PLAN = jax_flash.decode_plan(ints(3, 4, 5))
 MERGE = {"outs": [z(2, 3, 8), z(2, 3, 8)], "lses": [z(2, 3), z(2, 3)]}
 FUNCTIONS = {
     "dense": (jax_flash.dot_product_attention, DENSE),
@@ -70,6 +71,7 @@ FUNCTIONS = {
     "paged": (jax_flash.paged_attention, PAGED),
     "append": (jax_flash.append_kv, {**pages(6, 2, 4, 8), **TOKENS}),
     "merge": (jax_flash.merge_attention, MERGE),
+    "plan": (jax_flash.decode_plan, {"kv_lens": ints(3, 7)}),
     "flax": (attention_fn, DENSE),
 }
 
@@ -113,6 +115,10 @@ ARRAYS = [
     bad("ragged", V, "key.shape=(9, 8)", "[tokens, H, D]", AXES, key=z(9, 8)),
     bad("decode", V, "query.shape=(2, 4, 8)", "[B, new_tokens, Hq, D]", AXES, query=z(2, 4, 8)),
     bad("decode", V, "key_cache.shape=(7, 2, 8)", "[B, S, Hk, D]", AXES, key_cache=z(7, 2, 8)),
+    bad("plan", V, "kv_lens.shape=(2, 2)", "[B]", AXES, kv_lens=z32(2, 2)),
+    bad("plan", V, "num_new_tokens=0", ">= 1", "axis Tq", num_new_tokens=0),
+    bad("decode", T, "plan=int", "a DecodePlan", "decode_plan", plan=3),
+    bad("paged", V, "plan.chunk_ends.shape=(3,)", "[B]", "lengths", plan=PLAN),
     bad("paged", V, "query.shape=(4, 8)", "[B, new_tokens, Hq, D]", AXES, query=z(4, 8)),
     bad("paged", V, "value_pages.shape=(6, 4, 8)", "[P, S, Hk, D]", AXES, value_pages=z(6, 4, 8)),
     bad("append", V, "key_pages.shape=(6, 2, 8)", "[P, Hk, S, D]", AXES, key_pages=z(6, 2, 8)),
@@ -379,7 +385,8 @@ def test_the_calls_that_the_rows_change_are_valid(name):
     flags = {name: x for name, x in arguments.items() if isinstance(x, bool)}
     arrays = {name: x for name, x in arguments.items() if name not in flags}
     outputs = jax.eval_shape(lambda arrays: function(**arrays, **flags), arrays)
-    assert {x.dtype for x in jax.tree.leaves(outputs)} == {jnp.dtype("float32")}
+    dtype = jnp.dtype("int32" if name == "plan" else "float32")
+    assert {x.dtype for x in jax.tree.leaves(outputs)} == {dtype}
 
 
 def test_lists_of_numbers_are_accepted_as_arrays_are():

@@ -77,7 +77,8 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
                               ffi::AnyBuffer v, ffi::AnyBuffer block_tables,
                               ffi::AnyBuffer kv_lens, ffi::AnyBuffer sinks,
                               ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer k_scale,
-                              ffi::AnyBuffer v_scale, ffi::Result<ffi::AnyBuffer> out,
+                              ffi::AnyBuffer v_scale, ffi::AnyBuffer chunk_ends,
+                              ffi::Result<ffi::AnyBuffer> out,
                               ffi::Result<ffi::AnyBuffer> lse,
                               ffi::Result<ffi::AnyBuffer> partials, int64_t layout, float scale,
                               float soft_cap, bool is_causal, int64_t window_left,
@@ -96,6 +97,8 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
   p.k = view_of(k, k_scale, heads_first), p.v = view_of(v, v_scale, heads_first);
   p.block_tables = is_paged ? block_tables.typed_data<int32_t>() : nullptr;
   p.kv_lens = kv_lens.typed_data<int32_t>();
+  const bool has_plan = chunk_ends.element_count() == (size_t)qd[0];
+  p.chunk_ends = has_plan ? chunk_ends.typed_data<int32_t>() : nullptr;
   p.sinks = sinks.element_count() ? sinks.typed_data<float>() : nullptr;
   p.sinks_stride = (int64_t)sinks.element_count() > qd[2] ? qd[2] : 0;
   p.alibi_slopes = alibi_slopes.element_count() ? alibi_slopes.typed_data<float>() : nullptr;
@@ -150,6 +153,7 @@ inline ffi::Error append_call(RunAppend run, void* stream, ffi::AnyBuffer key_pa
 // The arguments and attributes of the targets, after those of the platform.
 #define JF_BIND_DECODE(BINDING)  \
   BINDING.Arg<ffi::AnyBuffer>()  \
+      .Arg<ffi::AnyBuffer>()     \
       .Arg<ffi::AnyBuffer>()     \
       .Arg<ffi::AnyBuffer>()     \
       .Arg<ffi::AnyBuffer>()     \

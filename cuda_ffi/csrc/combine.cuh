@@ -16,8 +16,7 @@ __global__ __launch_bounds__(128) void combine_kernel(const __grid_constant__ De
                                                       int blocks) {
   extern __shared__ int tables[];
   const Ranges ranges{tables, p.kv_heads};
-  if (threadIdx.x < 32) Ranges::fill(p, tables, threadIdx.x);
-  __syncthreads();
+  Ranges::fill(p, tables);
   wait_for_previous_kernel();
   const int total = ranges.total(p.batch), range = blockIdx.x, row_tile = blockIdx.y;
   const Equal equal(total, blocks);

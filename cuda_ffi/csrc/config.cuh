@@ -20,6 +20,7 @@ struct Config {
   static constexpr int kValueBytes = (DV * (int)sizeof(KV_) + 127) / 128 * kGroupBytes;
   static constexpr int kStageBytes = kKeyBytes + kValueBytes;
   static constexpr int kRingBytes = WARPS * STAGES * kStageBytes;
+  static_assert((DV & (DV - 1)) == 0 && DV / kMaxParts >= 4, "blocks of a cluster share columns");
   static constexpr int kPitch = DV + 4;  // floats of a row of accumulators and its (m, l)
   // Of each stage: which of its tokens lie in no page. With TMA they all lie in one.
   static constexpr int kLostBits = TMA ? 1 : kChunk;
@@ -29,17 +30,16 @@ struct Config {
 
   static __host__ __device__ int round_up(int x) { return (x + 15) / 16 * 16; }
   static __host__ __device__ int state_bytes(int rows) { return rows * kPitch * 4; }
-  static __host__ __device__ int inbox_slice(int rows, int parts) {  // floats from each block
-    return (rows * DV / 4 + parts - 1) / parts * 4;
-  }
-  // Ring, barriers, one state a warp, then the tables or the inbox; 1024 to align the ring.
-  static __host__ __device__ int states_at() { return kRingBytes + round_up(WARPS * STAGES * 8); }
+  // Ring, its barriers and the inbox's, one state a warp, then the tables or the inbox; 1024 to align
+  // the ring.
+  static constexpr int kInboxBarrierAt = kRingBytes + WARPS * STAGES * 8;
+  static __host__ __device__ int states_at() { return round_up(kInboxBarrierAt + 8); }
   static __host__ __device__ int tail_at(int rows) {
     return states_at() + (kReuseRing ? 0 : WARPS * state_bytes(rows));
   }
   static __host__ int smem_bytes(const DecodeParams& p, int rows, int parts) {
     const int tail = BALANCED      ? Ranges::bytes(p.batch)
-                     : parts > 1   ? parts * inbox_slice(rows, parts) * 4 + parts * rows * 8
+                     : parts > 1   ? rows * DV * 4 + parts * rows * 8
                                    : 0;
     return tail_at(rows) + round_up(tail) + 1024;
   }
@@ -48,7 +48,8 @@ struct Config {
 // How one launch is cut up.
 struct Grid {
   int row_tiles;    // of one key/value head
-  int parts;        // blocks of a cluster
+  int parts;        // blocks of a cluster, a power of two
+  int parts_shift;  // its log2
   int rows;         // of a tile: the most that any has
   bool evict_first;
 };

@@ -30,31 +30,34 @@ struct Consumer {
     return p.q_len == 1 ? 0 : (unsigned)row / (unsigned)p.group;
   }
 
-  JF_DEVICE void load_query(const Segment& s) {
-    segment = s;
-    first_row = s.row_tile * C::kRows;
+  JF_DEVICE void load_query(int b, int head, int row_tile) {
+    first_row = row_tile * C::kRows;
     rows = min(C::kRows, p.rows() - first_row);
 #pragma unroll
     for (int n = 0; n < kQTiles; ++n) {
-      const int row = first_row + n * 8 + group_lane;
-      const bool exists = row < p.rows();
-      const int token = token_of_row(exists ? row : 0), g = row - token * p.group;
+      // Rows beyond the last are it once more, and never stored.
+      const int row = min(first_row + n * 8 + group_lane, p.rows() - 1);
+      const int token = token_of_row(row), g = row - token * p.group;
       const int64_t offset =
-          (((int64_t)s.b * p.q_len + token) * p.kv_heads + s.head) * p.group + g;
-      const typename C::T* source = (const typename C::T*)p.q + offset * p.head_dim;
+          (int64_t)(b * p.q_len + token) * (p.kv_heads * p.group) + head * p.group + g;
+      const int lane_at = F::query_at(quad_lane, 0);
+      const typename C::T* source = (const typename C::T*)p.q + offset * p.head_dim + lane_at;
+      asm("" : "+l"(source));  // so that what follows is this address and a constant
 #pragma unroll
       for (int i = 0; i < C::kDK / 16; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int d = i * 16 + F::query_at(quad_lane, h);
-          q[n][i][h] = exists && d < p.head_dim ? __ldg((const uint32_t*)(source + d)) : 0u;
+          const int d = i * 16 + F::query_at(0, h);
+          // By TMA all of a head is there: with fewer elements this kernel is not launched.
+          const bool exists = C::kTma || d + lane_at < p.head_dim;
+          q[n][i][h] = exists ? __ldg((const uint32_t*)(source + d)) : 0u;
         }
       }
     }
     if constexpr (!std::is_same_v<Math, typename C::T>) query_to_half();
     factor = p.scale * kLog2E;
     if (p.k.scale != nullptr && !p.k.has_token_scales()) {
-      factor *= p.k.scale[s.head * p.k.scale_head_stride];
+      factor *= p.k.scale[head * p.k.scale_head_stride];
     }
     // Without terms the largest logit is that of the largest product, which needs a factor > 0.
     has_terms = p.soft_cap != 0.f || p.alibi_slopes != nullptr || p.k.has_token_scales() ||
@@ -97,7 +100,8 @@ struct Consumer {
     }
   }
 
-  JF_DEVICE void begin() {
+  JF_DEVICE void begin(const Segment& s) {
+    segment = s;
     // Later tokens see more of the end and less of the beginning.
     const Span low = visible_to(p, segment.length, token_of_row(first_row));
     const Span high = visible_to(p, segment.length, token_of_row(first_row + rows - 1));

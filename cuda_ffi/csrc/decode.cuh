@@ -30,6 +30,7 @@ JF_DEVICE State4 load_state(const float* state, int row, int first) {
 template <class C>
 JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUtensorMap& key_map,
                             const CUtensorMap& value_map) {
+  constexpr int kLog2DV = C::kDV == 64 ? 6 : C::kDV == 128 ? 7 : 8;
   extern __shared__ uint8_t raw[];
   uint8_t* smem = (uint8_t*)(((uintptr_t)raw + 1023) & ~(uintptr_t)1023);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -43,36 +44,50 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
   if (C::kTma && lane == 0) {
     prefetch_map(&key_map);
     prefetch_map(&value_map);
+  }
+  // Balanced: grid (row tile, range), else (part, head, b). Small loads must be on their way before
+  // the ring fills the queues: the length, page numbers and queries, none behind another.
+  int part = 0, row_tile = blockIdx.x, early_length = 0, early_entry = 0;
+  if constexpr (!C::kBalanced) {
+    row_tile = blockIdx.x >> grid.parts_shift;
+    part = blockIdx.x - (row_tile << grid.parts_shift);
+  }
+  const int first = part * C::kWarps + warp, step = C::kWarps << grid.parts_shift;
+  Consumer<C> consumer(p, lane);
+  if constexpr (!C::kBalanced) {
+    early_length = load_now(p.kv_lens + blockIdx.z);
+    early_entry = Producer<C>::early_entry(p, blockIdx.z, lane, first, step);
+    consumer.load_query(blockIdx.z, blockIdx.y, row_tile);
+  }
+  if (C::kTma && lane == 0) {
     for (int i = 0; i < C::kStages; ++i) barrier_init(barriers + i * 8);
     barrier_init_fence();
   }
+  const uint32_t inbox_barrier = smem_address(smem) + C::kInboxBarrierAt;
+  if (!C::kBalanced && grid.parts > 1 && threadIdx.x == 0) {
+    barrier_init(inbox_barrier);
+    barrier_init_fence();
+    barrier_expect(inbox_barrier, consumer.rows * (C::kDV * 4 + grid.parts * 8));
+  }
   const Ranges ranges{(int*)tail, p.kv_heads};
-  int part = 0, row_tile = blockIdx.x;  // balanced: grid (row tile, range), else (part, head, b)
   if constexpr (C::kBalanced) {
     launch_dependents();
-    if (warp == 0) Ranges::fill(p, (int*)tail, lane);
-    __syncthreads();
-  } else {
-    if (grid.parts > 1) cluster_arrive_relaxed();
-    row_tile = grid.row_tiles > 1 ? blockIdx.x / grid.parts : 0;
-    part = blockIdx.x - row_tile * grid.parts;
+    Ranges::fill(p, (int*)tail);
+  } else if (grid.parts > 1) {
+    cluster_arrive_relaxed();
   }
   __syncwarp();
 
-  const int first = part * C::kWarps + warp, step = grid.parts * C::kWarps;
   auto walk = [&] {
     if constexpr (C::kBalanced) {
       return Walk<true>(p, ranges, blockIdx.y, row_tile, gridDim.y);
     } else {
-      return Walk<false>(p, blockIdx.z, blockIdx.y, row_tile);
+      return Walk<false>(p, blockIdx.z, blockIdx.y, row_tile, clipped(p, early_length));
     }
   }();
-  // Small loads must be on their way before the ring fills the queues: page numbers (in the
-  // producer's constructor) and queries.
-  Producer<C> producer(p, &key_map, &value_map, walk, lane, first, step, ring, barriers,
-                       l2_policy(grid.evict_first));
-  Consumer<C> consumer(p, lane);
-  if (walk.valid) consumer.load_query(walk.segment);
+  Producer<C> producer(p, &key_map, &value_map, walk, lane, first, step, early_entry, ring,
+                       barriers, l2_policy(grid.evict_first));
+  if (C::kBalanced && walk.valid) consumer.load_query(walk.segment.b, walk.segment.head, row_tile);
   constexpr typename C::Lost kLostMask = (1u << C::kLostBits) - 1;
   typename C::Lost lost = 0;
 #pragma unroll 1
@@ -83,7 +98,7 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
   int stage = 0, phase = 0;
   while (walk.valid) {
     const Segment segment = walk.segment;
-    consumer.begin();
+    consumer.begin(segment);
     for (int chunk = segment.first + first; chunk < segment.last; chunk += step) {
       if constexpr (C::kTma) {
         barrier_wait(barriers + stage * 8, phase);
@@ -101,11 +116,14 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
     consumer.store(states + warp * state_stride);
     const int rows = consumer.rows, first_row = consumer.first_row;
     walk.next(p);
-    if (walk.valid) consumer.load_query(walk.segment);
+    if (walk.valid) consumer.load_query(walk.segment.b, walk.segment.head, row_tile);
     __syncthreads();
     if (!C::kBalanced && grid.parts > 1) cluster_wait();  // the peers have begun
 
-    const int slice = C::inbox_slice(grid.rows, grid.parts);
+    // In a cluster, block n finishes columns [n * width, (n + 1) * width) of every row.
+    const int width_shift = kLog2DV - grid.parts_shift, width = 1 << width_shift;
+    float* inbox = (float*)tail;                                // [part][row][width]
+    float2* sums = (float2*)(inbox + grid.rows * C::kDV);       // [part][row]
     for (int i = threadIdx.x; i < rows * (C::kDV / 4); i += C::kThreads) {
       const int row = i / (C::kDV / 4), d = i % (C::kDV / 4) * 4;
       State4 x;
@@ -126,31 +144,30 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
         if (d < p.value_dim) {
           write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, x);
         }
-      } else {  // to the block that finishes this slice, and (m, l) to all
-        const int at = i * 4, target = at / slice;
-        const uint32_t inbox = smem_address(tail);
-        store_peer(peer_address(inbox + (part * slice + at - target * slice) * 4, target), x.acc);
-        const uint32_t sums = inbox + grid.parts * slice * 4 + (part * grid.rows + row) * 8;
+      } else {  // to the block that finishes these columns, and (m, l) to all
+        const int from = part * grid.rows + row;
+        const int target = d >> width_shift;
+        const uint32_t place = smem_address(inbox + (from << width_shift) + (d & (width - 1)));
+        send(peer_address(place, target), peer_address(inbox_barrier, target), x.acc);
         for (int peer = d / 4; peer < grid.parts; peer += C::kDV / 4) {
-          store_peer(peer_address(sums, peer), float2{x.m, x.l});
+          send(peer_address(smem_address(sums + from), peer), peer_address(inbox_barrier, peer),
+               float2{x.m, x.l});
         }
       }
     }
     if (!C::kBalanced && grid.parts > 1) {
-      cluster_arrive();
-      cluster_wait();
-      const float* inbox = (const float*)tail;
-      const float2* sums = (const float2*)(inbox + grid.parts * slice);
-      for (int i = threadIdx.x * 4; i < slice; i += C::kThreads * 4) {
-        const int at = part * slice + i, row = at / C::kDV, d = at % C::kDV;
-        if (row >= rows || d >= p.value_dim) continue;
+      wait_for_peers(inbox_barrier);
+      for (int i = threadIdx.x * 4; i < rows << width_shift; i += C::kThreads * 4) {
+        const int row = i >> width_shift, column = i & (width - 1);
+        const int d = (part << width_shift) + column;
+        if (d >= p.value_dim) continue;
         State4 x;
-        for (int peer = 0; peer < grid.parts; ++peer) {
-          merge_into<1>(x, [&](int) {
-            const float2 s = sums[peer * grid.rows + row];
-            return State4{s.x, s.y, *(const float4*)(inbox + peer * slice + i)};
-          });
-        }
+        merge_into<kMaxParts>(x, [&](int peer) {
+          if (peer >= grid.parts) return State4{};
+          const int from = peer * grid.rows + row;
+          const float2 s = sums[from];
+          return State4{s.x, s.y, *(const float4*)(inbox + (from << width_shift) + column)};
+        });
         write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, x);
       }
     }

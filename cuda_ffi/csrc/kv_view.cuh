@@ -7,9 +7,11 @@ namespace jax_flash {
 
 constexpr int kChunk = 16;  // tokens that one warp works on at a time, and the unit of scheduling
 
-JF_DEVICE int length_of(const DecodeParams& p, int b) {
-  return min(max(p.kv_lens[b], 0), p.capacity);
+JF_DEVICE int clipped(const DecodeParams& p, int length) {
+  return min(max(length, 0), p.capacity);
 }
+
+JF_DEVICE int length_of(const DecodeParams& p, int b) { return clipped(p, p.kv_lens[b]); }
 
 JF_DEVICE int page_of(const DecodeParams& p, int token) {
   return p.page_shift >= 0 ? token >> p.page_shift : (unsigned)token / (unsigned)p.page_size;
@@ -40,14 +42,21 @@ JF_DEVICE Span visible_to_any(const DecodeParams& p, int length) {
   return {first.begin / kChunk * kChunk, max(last.end, 0)};
 }
 
-// The page that holds a token, or -1 where the table names none. To be followed only for tokens
-// below the length: entries beyond it may hold anything.
-JF_DEVICE int page_id(const DecodeParams& p, int b, int token) {
+// The entry of the table for a token, whatever it holds.
+JF_DEVICE int table_entry(const DecodeParams& p, int b, int token) {
   if (p.block_tables == nullptr) return b;
   const int column = page_of(p, token);
-  if (column >= p.max_pages) return -1;
-  const int id = p.block_tables[(int64_t)b * p.max_pages + column];
-  return (unsigned)id < (unsigned)p.num_pages ? id : -1;
+  return column < p.max_pages ? load_now(p.block_tables + (int64_t)b * p.max_pages + column) : -1;
+}
+
+// The page that an entry names, or -1 for none. To be followed only for tokens below the length:
+// entries beyond it may hold anything.
+JF_DEVICE int page_named(const DecodeParams& p, int entry) {
+  return (unsigned)entry < (unsigned)p.num_pages ? entry : -1;
+}
+
+JF_DEVICE int page_id(const DecodeParams& p, int b, int token) {
+  return page_named(p, table_entry(p, b, token));
 }
 
 // Of the scale of a token in a page that exists.

@@ -38,9 +38,13 @@ Status make_maps(const DecodeParams& p, CUtensorMap* key_map, CUtensorMap* value
   return {};
 }
 
-// The greatest number of clusters of this size that run at once.
+// The greatest number of clusters of this size that run at once; asked once for each kernel, device
+// and size, since the driver takes longer to answer than to launch.
 template <class C>
-Status resident_clusters(int parts, int smem, int* count) {
+Status resident_clusters(const DeviceFacts& device, int parts, int rows, int smem, int* count) {
+  static std::atomic<int> known[16][kMaxParts + 1][C::kRows + 1];  // the answer + 1
+  std::atomic<int>& answer = known[device.device & 15][parts][rows];
+  if ((*count = answer.load() - 1) >= 0) return {};
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {(unsigned)parts, 1, 1};
@@ -48,6 +52,7 @@ Status resident_clusters(int parts, int smem, int* count) {
   config.gridDim = dim3(parts), config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = smem, config.attrs = &attribute, config.numAttrs = 1;
   JF_CHECK(cudaOccupancyMaxActiveClusters(count, decode_kernel<C>, &config));
+  answer = *count + 1;
   return {};
 }
 
@@ -55,7 +60,7 @@ template <class C>
 Status launch_fixed(const DecodeParams& p, Grid grid, int parts, cudaStream_t stream) {
   CUtensorMap key_map, value_map;
   JF_RETURN_IF_FAILED(make_maps<C>(p, &key_map, &value_map));
-  grid.parts = parts;
+  grid.parts = parts, grid.parts_shift = parts == 8 ? 3 : parts / 2;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {(unsigned)parts, 1, 1};
@@ -138,7 +143,7 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
       if (tokens > kMaxClusterTokens && 5 * items * parts < 2 * device.multiprocessors) break;
       int resident;
       const int smem = Cluster::smem_bytes(p, grid.rows, parts);
-      JF_RETURN_IF_FAILED(resident_clusters<Cluster>(parts, smem, &resident));
+      JF_RETURN_IF_FAILED(resident_clusters<Cluster>(device, parts, grid.rows, smem, &resident));
       if (items <= resident) return launch_fixed<Cluster>(p, grid, parts, stream);
     }
   }

@@ -39,6 +39,7 @@ struct DecodeParams {
   KvView k, v;
   const int32_t* block_tables;  // [B, max_pages]; null for a contiguous cache
   const int32_t* kv_lens;       // [B], on the device; clipped to [0, capacity] where they are read
+  const int32_t* chunk_ends;    // [B], a plan of the split (schedule.cuh), or null
   const float *sinks, *alibi_slopes;          // [B, Hq] or null
   int64_t sinks_stride, alibi_slopes_stride;  // of the batch: Hq, or 0 where all share one row
   float* partials;              // room for parts of cut rows, see schedule.cuh

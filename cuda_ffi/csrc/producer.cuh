@@ -15,45 +15,52 @@ struct Producer {
   const int lane, first, step;
   const uint32_t ring, barriers;
   const uint64_t policy;
+  // Entries of the table as they are: whether they name a page is asked where they are used, since
+  // at once the warp would have to wait for them.
   int chunk, count, ids, next_ids;
   int upcoming_ids = -1;  // the first ones of the segment after this one
 
+  // `early` is what early_entry() gave, if not balanced.
   JF_DEVICE Producer(const DecodeParams& p, const CUtensorMap* key_map,
                      const CUtensorMap* value_map, const Walk<C::kBalanced>& walk, int lane,
-                     int first, int step, uint32_t ring, uint32_t barriers, uint64_t policy)
+                     int first, int step, int early, uint32_t ring, uint32_t barriers,
+                     uint64_t policy)
       : p(p), key_map(key_map), value_map(value_map), walk(walk), lane(lane), first(first),
         step(step), ring(ring), barriers(barriers), policy(policy) {
     if (!walk.valid) return;
     if constexpr (C::kBalanced) {
       upcoming_ids = first_ids(walk.segment);
-    } else {  // without a window the first chunk is known before the length: both loads overlap
-      const int at = first + first_chunk_of_lane();
-      const int early = page_id(p, walk.segment.b, at * kChunk + slot());
-      if (walk.segment.span.begin == 0) {
-        upcoming_ids = is_used(walk.segment, at) ? early : -1;
-      } else {
-        upcoming_ids = first_ids(walk.segment);
-      }
+    } else if (walk.segment.span.begin == 0) {
+      const bool used = is_used(walk.segment, first + first_chunk_of_lane(lane, step));
+      upcoming_ids = used ? early : -1;
+    } else {
+      upcoming_ids = first_ids(walk.segment);
     }
     begin_segment();
+  }
+
+  // The table's entry for a warp's first chunks, if no window hides the beginning: known before the
+  // length, so that both loads overlap.
+  static JF_DEVICE int early_entry(const DecodeParams& p, int b, int lane, int first, int step) {
+    return table_entry(p, b, (first + first_chunk_of_lane(lane, step)) * kChunk + slot(lane));
   }
 
   JF_DEVICE int token_of(int chunk) const { return walk.segment.span.begin + chunk * kChunk; }
 
   // A lane looks up the page of one chunk (TMA), or of one token of a chunk.
-  JF_DEVICE int first_chunk_of_lane() const { return C::kTma ? lane * step : 0; }
-  JF_DEVICE int slot() const { return C::kTma ? 0 : lane & (kChunk - 1); }
+  static JF_DEVICE int first_chunk_of_lane(int lane, int step) { return C::kTma ? lane * step : 0; }
+  static JF_DEVICE int slot(int lane) { return C::kTma ? 0 : lane & (kChunk - 1); }
 
   JF_DEVICE bool is_used(const Segment& s, int chunk) const {
-    return chunk < s.last && s.span.begin + chunk * kChunk + slot() < s.span.end;
+    return chunk < s.last && s.span.begin + chunk * kChunk + slot(lane) < s.span.end;
   }
 
   JF_DEVICE int load_ids(const Segment& s, int chunk) const {
-    return is_used(s, chunk) ? page_id(p, s.b, s.span.begin + chunk * kChunk + slot()) : -1;
+    return is_used(s, chunk) ? table_entry(p, s.b, s.span.begin + chunk * kChunk + slot(lane)) : -1;
   }
 
   JF_DEVICE int first_ids(const Segment& s) const {
-    return load_ids(s, s.first + first + first_chunk_of_lane());
+    return load_ids(s, s.first + first + first_chunk_of_lane(lane, step));
   }
 
   JF_DEVICE void begin_segment() {
@@ -88,7 +95,7 @@ struct Producer {
       if (count != 0) ids = next_ids;
       next_ids = load_ids(walk.segment, chunk + (32 + lane) * step);
     }
-    const int page = __shfl_sync(~0u, ids, turn);
+    const int page = page_named(p, __shfl_sync(~0u, ids, turn));
     if (lane == 0) {
       const uint32_t target = ring + stage * C::kStageBytes, barrier = barriers + stage * 8;
       const int token = token_of(chunk), slot = token - page_of(p, token) * p.page_size;
@@ -100,7 +107,7 @@ struct Producer {
   }
 
   JF_DEVICE uint32_t produce_by_gather(int stage) {
-    ids = next_ids;
+    ids = page_named(p, next_ids);
     next_ids = load_ids(walk.segment, chunk + step);
     const int token = token_of(chunk) + (lane & (kChunk - 1));
     const int slot = token - page_of(p, token) * p.page_size;

@@ -31,6 +31,13 @@ JF_DEVICE float exp2_fast(float x) {
   return y;
 }
 
+// Loads in the order of the source: the compiler moves none of them behind a use of another.
+JF_DEVICE int load_now(const int32_t* source) {
+  int x;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(source));
+  return x;
+}
+
 // ---- tensor cores
 
 JF_DEVICE void ldmatrix(uint32_t (&r)[4], uint32_t address) {
@@ -169,12 +176,9 @@ JF_DEVICE void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Without order of memory but for barriers that are initialised and fenced.
 JF_DEVICE void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-JF_DEVICE void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
 JF_DEVICE void cluster_wait() {
@@ -188,15 +192,32 @@ JF_DEVICE uint32_t peer_address(uint32_t address, int rank) {
   return d;
 }
 
-JF_DEVICE void store_peer(uint32_t address, float4 x) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x.x), "f"(x.y),
-               "f"(x.z), "f"(x.w)
-               : "memory");
+// To a peer's shared memory; a barrier there counts the bytes when they have arrived. No fence is
+// needed, which would wait for all that this block has on its way.
+JF_DEVICE void send(uint32_t address, uint32_t barrier, float4 x) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, "
+      "[%5];" ::"r"(address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+      : "memory");
 }
 
-JF_DEVICE void store_peer(uint32_t address, float2 x) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(x.x), "f"(x.y)
-               : "memory");
+JF_DEVICE void send(uint32_t address, uint32_t barrier, float2 x) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(
+          address),
+      "f"(x.x), "f"(x.y), "r"(barrier)
+      : "memory");
+}
+
+// Until all that was sent has arrived; once, of a barrier's first phase.
+JF_DEVICE void wait_for_peers(uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again_%=:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra again_%=;\n}" ::"r"(barrier)
+      : "memory");
 }
 
 // The next kernel of the stream may start; it may not read what this one writes before it waits.
@@ -214,12 +235,13 @@ JF_DEVICE void copy_tensor(uint32_t, const CUtensorMap*, int, int, int, uint32_t
   __trap();
 }
 JF_DEVICE void prefetch_map(const CUtensorMap*) { __trap(); }
+// Without order of memory but for barriers that are initialised and fenced.
 JF_DEVICE void cluster_arrive_relaxed() { __trap(); }
-JF_DEVICE void cluster_arrive() { __trap(); }
 JF_DEVICE void cluster_wait() { __trap(); }
 JF_DEVICE uint32_t peer_address(uint32_t, int) { __trap(); return 0; }
-JF_DEVICE void store_peer(uint32_t, float4) { __trap(); }
-JF_DEVICE void store_peer(uint32_t, float2) { __trap(); }
+JF_DEVICE void send(uint32_t, uint32_t, float4) { __trap(); }
+JF_DEVICE void send(uint32_t, uint32_t, float2) { __trap(); }
+JF_DEVICE void wait_for_peers(uint32_t) { __trap(); }
 JF_DEVICE void launch_dependents() {}
 JF_DEVICE void wait_for_previous_kernel() {}
 

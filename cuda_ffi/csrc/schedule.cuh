@@ -41,15 +41,38 @@ struct Equal {  // T chunks over G blocks: the first T % G have one more
   }
 };
 
-// The prefix sums of the sequences' chunks, in shared memory.
+// The prefix sums of the sequences' chunks, in shared memory. They come from a plan, where the call
+// has one: the running sum of all sequences' chunks, made once for all layers of a step. It is
+// checked against the lengths; one that does not fit them is ignored. (Of a part of the sequences
+// it may begin anywhere.)
 struct Ranges {
   const int* prefix;  // [B + 1], and behind it the lengths [B]
   int heads;          // key/value heads
 
   static __host__ __device__ int bytes(int batch) { return (2 * batch + 1) * (int)sizeof(int); }
 
-  // One warp fills the tables; the block must synchronise afterwards.
-  static JF_DEVICE void fill(const DecodeParams& p, int* tables, int lane) {
+  // By the whole block, which is synchronised at the end.
+  static JF_DEVICE void fill(const DecodeParams& p, int* tables) {
+    if (p.chunk_ends != nullptr && adopt_plan(p, tables)) return;
+    if (threadIdx.x < 32) add_up(p, tables, threadIdx.x);
+    __syncthreads();
+  }
+
+  static JF_DEVICE bool adopt_plan(const DecodeParams& p, int* tables) {
+    const int start = p.chunk_ends[0] - visible_to_any(p, length_of(p, 0)).chunks();
+    int is_right = 1;
+    if (threadIdx.x == 0) tables[0] = 0;
+    for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
+      const int end = p.chunk_ends[b], length = length_of(p, b);
+      const int begin = b > 0 ? p.chunk_ends[b - 1] : start;
+      is_right &= end - begin == visible_to_any(p, length).chunks();
+      tables[b + 1] = end - start;
+      tables[p.batch + 1 + b] = length;
+    }
+    return __syncthreads_and(is_right);
+  }
+
+  static JF_DEVICE void add_up(const DecodeParams& p, int* tables, int lane) {
     int* lengths = tables + p.batch + 1;
     int carry = 0;
     if (lane == 0) tables[0] = 0;
@@ -100,9 +123,9 @@ struct Walk<false> {  // one item; this block's chunks are part, part + parts, .
   Segment segment;
   bool valid;
 
-  JF_DEVICE Walk(const DecodeParams& p, int b, int head, int row_tile) {
+  JF_DEVICE Walk(const DecodeParams& p, int b, int head, int row_tile, int length) {
     segment.b = b, segment.head = head, segment.row_tile = row_tile;
-    segment.length = length_of(p, b);
+    segment.length = length;
     segment.span = visible_to_any(p, segment.length);
     segment.first = 0, segment.last = segment.num_chunks();
     valid = true;

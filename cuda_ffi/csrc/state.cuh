@@ -63,7 +63,7 @@ JF_DEVICE void write_row(const DecodeParams& p, int b, int head, int row, int fi
   }
   const bool has_v_scale = p.v.scale != nullptr && !p.v.has_token_scales();
   const float v_scale = has_v_scale ? p.v.scale[head * p.v.scale_head_stride] : 1.f;
-  const float factor = x.l == 0.f ? 0.f : v_scale / x.l;  // l may be NaN, and then so is out
+  const float factor = x.l == 0.f ? 0.f : __fdividef(v_scale, x.l);  // if l is NaN, so is out
   const float4 out = x.l == 0.f ? float4{0.f, 0.f, 0.f, 0.f} : factor * x.acc;
   const int64_t index = ((int64_t)b * p.q_len + token) * (p.kv_heads * p.group) + q_head;
   *(uint2*)((T*)p.out + index * p.value_dim + first) = {pack<T>(out.x, out.y),
