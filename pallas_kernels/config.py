@@ -144,27 +144,35 @@ def default_config(problem: Problem) -> ForwardConfig:
     """The configuration for a problem: the fastest of those measured (docs/log.md)."""
     d, dv = problem.head_dim, problem.value_dim
     mask = problem.mask
-    # Loops that branch into a mask spill a few registers, at their edges. Where O is widest,
-    # `recompute` spills more, out of the way of all loops.
-    ranges_unknown = not mask.has_static_ranges or mask.q_segments is not None
-    branches = mask.window is not None or ranges_unknown
+    # Terms of each key, or of each score, want registers in all loops.
+    crowded = problem.bias is not None or problem.has_alibi or mask.array is not None
+    wide_bias = problem.bias is not None and problem.bias.dtype.itemsize == 4
+    wide_bias = wide_bias and min(problem.bias.shape[2:]) > 1
+    spill_bytes = _spill_budget(problem)
     if max(d, dv) <= 64:
         if problem.q_len <= 256 and not mask.is_trivial:
-            return ForwardConfig(block_kv=64, num_stages=4, query_registers=True, take_turns=False)
-        if (problem.q_len <= 1024 and not mask.is_trivial) or problem.q_len <= 2 * _ROWS:
-            return ForwardConfig(query_registers=True)
+            return ForwardConfig(
+                block_kv=64,
+                num_stages=4,
+                query_registers=not crowded,
+                take_turns=False,
+                spill_bytes=spill_bytes,
+            )
+        is_short = (problem.q_len <= 1024 and not mask.is_trivial) or problem.q_len <= 2 * _ROWS
+        if is_short or crowded:
+            return ForwardConfig(query_registers=not crowded, spill_bytes=spill_bytes)
         return ForwardConfig(
             num_warpgroups=3,
             consumer_registers=160,
             producer_registers=32,
             early_wait=not mask.is_trivial,
-            spill_bytes=96 if branches else 0,
+            spill_bytes=spill_bytes,
         )
     # A narrow window is mostly edges: small tiles cover it with less beside it.
     is_narrow = mask.window is not None and sum(mask.window) < _NARROW
-    block_kv = 128 if max(d, dv) <= 128 and not is_narrow else 64
+    block_kv = 128 if max(d, dv) <= 128 and not is_narrow and not wide_bias else 64
     # What is live in a step: O, S, P and Q.
-    query_registers = dv // 2 + block_kv // 2 + block_kv // 4 + d // 4 <= 192
+    query_registers = dv // 2 + block_kv // 2 + block_kv // 4 + d // 4 <= 192 and not crowded
     return ForwardConfig(
         block_kv=block_kv,
         share_out=min(d, dv) == 256,
@@ -172,9 +180,29 @@ def default_config(problem: Problem) -> ForwardConfig:
         opaque_index=not query_registers,
         num_stages=3 if is_narrow and max(d, dv) <= 128 else 2,
         early_wait=max(d, dv) > 96 and not is_narrow and (block_kv == 128 or not mask.is_trivial),
-        split_edges=is_narrow,
-        spill_bytes=(272 if d + dv > 384 else 32 if branches else 0) * (not mask.is_trivial),
+        split_edges=is_narrow and mask.array is None,
+        spill_bytes=spill_bytes,
     )
+
+
+def _spill_budget(problem: Problem) -> int:
+    """What ptxas may spill: as measured, with some room for the compilers of other versions."""
+    mask = problem.mask
+    present = (
+        problem.bias is not None,
+        problem.has_alibi,
+        problem.soft_cap is not None,
+        problem.dropout_rate > 0.0,
+        mask.array is not None,
+    )
+    num_terms = min(sum(present), 2)
+    if problem.head_dim + problem.value_dim > 384:
+        # Where O is widest `recompute` spills, out of the way of all loops.
+        return (272 * problem.can_hide, 336, 512)[num_terms]
+    # Loops that branch into a mask spill a few registers, at their edges.
+    branches = mask.window is not None or not mask.has_static_ranges or not mask.is_interval
+    plain = (96 if problem.value_dim <= 64 else 32) if branches else 0
+    return (plain, 200 if branches else 32, 384)[num_terms]
 
 
 def head_group(problem: Problem, config: ForwardConfig) -> int:

@@ -24,7 +24,7 @@ from pallas_kernels import forward as kernel
 from pallas_kernels import tiles
 from pallas_kernels.ops import Ops
 
-_SOURCES = ("forward.py", "ops.py", "recompute.py", "schedule.py", "tiles.py")
+_SOURCES = ("forward.py", "ops.py", "recompute.py", "schedule.py", "terms.py", "tiles.py")
 # Registers of a thread by the number of consumers: all that there are, in multiples of 8.
 _REGISTERS = {
     1: {"consumer_registers": 240, "producer_registers": 24},
@@ -56,6 +56,8 @@ def key_of(problem: kernel.Problem) -> tuning.Key:
 
 def tuned_config(problem: kernel.Problem) -> kernel.ForwardConfig:
     """The measured configuration of this problem or one like it, else the default."""
+    if problem.has_terms:  # the tables do not know them
+        return kernel.default_config(problem)
     return tuning.choose(
         key_of(problem),
         problem,
