@@ -90,7 +90,11 @@ def roles_of_results(spec: AttentionSpec) -> tuple[Roles, Roles]:
 def roles_of_gradients(spec: AttentionSpec) -> Gradients:
     """Of the gradients of the operands."""
     operands = roles_of_operands(spec, spec.arrays)
-    return Gradients(*(getattr(operands, name) for name in Gradients._fields))
+    roles: dict[str, Any] = {
+        name: None if name in spec.constants else getattr(operands, name)
+        for name in Gradients._fields
+    }
+    return Gradients(**roles)
 
 
 def partitioned(

@@ -103,9 +103,10 @@ class Residuals(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the floating-point operands, in their shapes and dtypes; None where absent.
+    """Gradients of the floating-point operands, in their shapes and dtypes.
 
-    One that a kernel leaves out although the operand is there becomes NaN, never a silent zero.
+    None where the operand is absent or one of :attr:`AttentionSpec.constants`. One that a kernel
+    leaves out although it is wanted becomes NaN, never a silent zero.
     """
 
     query: Array
@@ -131,6 +132,8 @@ class AttentionSpec:
         return_lse: whether the caller wants the log-sum-exp, and may send a gradient through it.
         page_layout: ``"HND"`` or ``"NHD"`` for a paged call, else None.
         arrays: the operands as ShapeDtypeStructs.
+        constants: names of floating-point operands whose gradients nobody asks for; known in the
+            backward pass only.
     """
 
     kind: str
@@ -141,6 +144,7 @@ class AttentionSpec:
     return_lse: bool
     page_layout: str | None
     arrays: Operands
+    constants: tuple[str, ...] = ()
 
     @property
     def mask(self) -> Mask:

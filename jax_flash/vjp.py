@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from jax_flash import backends, sharding
 from jax_flash.backends import UnsupportedError
@@ -86,16 +87,26 @@ def _tag(out: Array, lse: Array) -> tuple[Array, Array]:
     return checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
 
 
-def _split(operands: Operands) -> tuple[Gradients, Operands]:
-    """The differentiable arrays, and the operands without them."""
-    names = Gradients._fields
-    floats = Gradients(*(getattr(operands, name) for name in names))
-    nothing: dict[str, Any] = dict.fromkeys(names)
-    return floats, dataclasses.replace(operands, **nothing)
+def _split(operands: Operands, constants: tuple[str, ...] = ()) -> tuple[Gradients, Operands]:
+    """The differentiable arrays but ``constants``, and the operands without them."""
+    floats: dict[str, Any] = {
+        name: None if name in constants else getattr(operands, name) for name in Gradients._fields
+    }
+    rest: dict[str, Any] = {name: None for name, x in floats.items() if x is not None}
+    return Gradients(**floats), dataclasses.replace(operands, **rest)
 
 
 def _join(floats: Gradients, rest: Operands) -> Operands:
-    return dataclasses.replace(rest, **floats._asdict())
+    present = {name: x for name, x in floats._asdict().items() if x is not None}
+    return dataclasses.replace(rest, **present)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Constants:
+    """:attr:`AttentionSpec.constants` among the residuals, which hold no strings as leaves."""
+
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -107,19 +118,31 @@ def _fused(
 
 def _fused_forward(
     spec: AttentionSpec, name: str, floats: Gradients, rest: Operands
-) -> tuple[tuple[Array, Array], Residuals]:
-    operands = _join(floats, rest)
+) -> tuple[tuple[Array, Array], tuple[_Constants, Residuals]]:
+    # Each leaf comes with whether it is differentiated.
+    constants = [
+        field for field, x in floats._asdict().items() if x is not None and not x.perturbed
+    ]
+    operands = jax.tree.map(lambda leaf: leaf.value, _join(floats, rest))
     out, lse = _tag(*_forward(spec, name, operands))
-    return (out, lse), Residuals(operands, out, lse)
+    return (out, lse), (_Constants(tuple(constants)), Residuals(operands, out, lse))
 
 
 def _fused_backward(
-    spec: AttentionSpec, name: str, residuals: Residuals, cotangents: tuple[Array, Array]
+    spec: AttentionSpec,
+    name: str,
+    saved: tuple[_Constants, Residuals],
+    cotangents: tuple[Array | SymbolicZero, Array | SymbolicZero],
 ) -> tuple[Gradients, None]:
-    return _backward(spec, name, residuals, *cotangents), None
+    constants, residuals = saved
+    do, dlse = (
+        jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
+    )
+    spec = dataclasses.replace(spec, constants=constants.names)
+    return _backward(spec, name, residuals, do, dlse), None
 
 
-_fused.defvjp(_fused_forward, _fused_backward)
+_fused.defvjp(_fused_forward, _fused_backward, symbolic_zeros=True)
 
 
 def _forward(spec: AttentionSpec, name: str, operands: Operands) -> tuple[Array, Array]:
@@ -159,13 +182,8 @@ def _backward(
         def on_device(residuals: Residuals, do: Array, dlse: Array) -> Gradients:
             local = spec.with_operands(residuals.operands)
             grads = kernel(local, residuals, do, delta(residuals, do, dlse))
-            floats = _split(residuals.operands)[0]
-            return Gradients(
-                *(
-                    jnp.full_like(x, jnp.nan) if x is not None and gradient is None else gradient
-                    for x, gradient in zip(floats, grads, strict=True)
-                )
-            )
+            wanted = _split(residuals.operands, spec.constants)[0]
+            return Gradients(*map(_or_nan, grads, wanted))
 
         operands = sharding.roles_of_operands(spec, residuals.operands)
         results = sharding.roles_of_results(spec)
@@ -187,18 +205,27 @@ def _backward(
         folded = Residuals(operands, out, lse)
         grads = _backward(spec.with_operands(operands), name, folded, do, dlse)
         grads = jax.tree.map(
-            functools.partial(_unfold_gradient, size), _split(spec.arrays)[0], grads
+            functools.partial(_unfold_gradient, size),
+            _split(spec.arrays, spec.constants)[0],
+            grads,
         )
         return grads, jax.tree.map(lambda _: True, grads)
 
     return _differentiable_once(run, spec, name)(residuals, do, dlse)
 
 
+def _or_nan(gradient: Array | None, wanted: Array | None) -> Any:
+    """A gradient that is wanted, NaN where it is missing."""
+    if wanted is None:
+        return None
+    return jnp.full_like(wanted, jnp.nan) if gradient is None else gradient
+
+
 def _derived_backward(
     spec: AttentionSpec, residuals: Residuals, do: Array, dlse: Array
 ) -> Gradients:
     """Gradients by JAX's own derivative of another implementation."""
-    floats, rest = _split(residuals.operands)
+    floats, rest = _split(residuals.operands, spec.constants)
     forward = backends.differentiable(spec).forward
     _, pullback = jax.vjp(lambda floats: forward(spec, _join(floats, rest)), floats)
     return pullback((do, dlse))[0]

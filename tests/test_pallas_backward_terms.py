@@ -3,16 +3,16 @@
 The kernel is given the residuals of the dense implementation, so that it alone is at stake.
 """
 
-import functools
 import inspect
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_flash import backends, calls, dot_product_attention, reference, vjp
 from jax_flash.mask import dropout_keep, dropout_seeds
-from jax_flash.spec import Gradients, Residuals
+from jax_flash.spec import Residuals
 from pallas_kernels import backend
 from pallas_kernels import backward_config as kernel_config
 from tests import oracle64
@@ -200,3 +200,104 @@ def test_agrees_with_oracle(name):
     got = run(q, k, v, do, dlse, **keywords)
     sinks = ("dsinks",) if "sinks" in keywords else ()
     check(got, want, names=("dq", "dk", "dv", *sinks))
+
+
+def keep_of(key, rate, batch, num_heads, tq, tk):
+    counts = (jnp.arange(n, dtype=jnp.int32) for n in (num_heads, tq, tk))
+    return np.asarray(dropout_keep(dropout_seeds(key, batch), *counts, rate))
+
+
+DROPOUTS = {
+    "own keys": ((2, 70, 130, 2, 1, 128), {}, {}),
+    "own gradients, causal": ((1, 130, 130, 1, 1, 192), {"is_causal": True}, {"is_causal": True}),
+    "soft cap, mask": (
+        (1, 70, 130, 2, 2, 64),
+        {"logits_soft_cap": 3.0, "mask": mask_of(1, 2, 70, 130)},
+        {"soft_cap": 3.0, "mask": mask_of(1, 2, 70, 130)},
+    ),
+    "soft cap, own gradients": (
+        (1, 70, 70, 1, 1, 256),
+        {"logits_soft_cap": 3.0},
+        {"soft_cap": 3.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_draws_the_same_mask(name):
+    shape, keywords, terms = DROPOUTS[name]
+    q, k, v = qkv(*shape)
+    do, dlse = cotangents(q, v)
+    key, rate = jax.random.key(7), 0.3
+    keep = keep_of(key, rate, shape[0], shape[3], *shape[1:3])
+    assert 0.6 < keep.mean() < 0.8
+    want = oracle64.attention_grads(
+        q, k, v, do=do, dlse=dlse, keep=keep, dropout_rate=rate, **terms
+    )
+    check(run(q, k, v, do, dlse, dropout_rng=key, dropout_rate=rate, **keywords), want)
+
+
+def test_with_all_dropped_only_the_log_sum_exp_has_a_gradient():
+    q, k, v = qkv(1, 70, 70, 1, 1, 64)
+    do, dlse = cotangents(q, v)
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, dropout_rate=1.0)
+    got = run(q, k, v, do, dlse, dropout_rng=jax.random.key(7), dropout_rate=1.0)
+    check(got, want)
+    assert not np.asarray(got.value, np.float32).any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_float16(deterministic):
+    q, k, v = qkv(1, 130, 150, 2, 1, 64, dtype="float16")
+    do, dlse = cotangents(q, v)
+    bias, mask = bias_of(1, 1, 130, 150, dtype="float16"), mask_of(1, 1, 1, 150)
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, bias=bias, mask=mask, soft_cap=5.0)
+    keywords = {"bias": bias, "mask": mask, "logits_soft_cap": 5.0}
+    check(run(q, k, v, do, dlse, deterministic=deterministic, **keywords), want)
+
+
+HIDING = {
+    "mask of a row": {"mask": np.arange(150)[None, None, None] % 3 > 0},
+    "full mask": {"mask": np.tile(np.arange(150) % 3 > 0, (1, 1, 70, 1))},
+    "bias of a row": {"bias": np.where(np.arange(150) % 3, 0.5, -np.inf)[None, None, None]},
+    "full bias": {"bias": np.tile(np.where(np.arange(150) % 3, 0.5, -np.inf), (1, 2, 70, 1))},
+}
+
+
+@pytest.mark.parametrize("soft_cap", [None, 4.0])
+@pytest.mark.parametrize("d", [128, 192])
+@pytest.mark.parametrize("name", HIDING)
+def test_what_is_hidden_may_be_anything(name, d, soft_cap):
+    """Keys, values and biases that no query sees, beside visible ones of the same tile."""
+    q, k, v = qkv(1, 70, 150, 2, 1, d)
+    do, dlse = cotangents(q, v)
+    keywords = dict(HIDING[name])
+    if "bias" in keywords:
+        keywords["bias"] = keywords["bias"].astype(np.float32)
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, soft_cap=soft_cap, **keywords)
+    k[:, ::3], v[:, ::3] = np.nan, np.inf
+    got = run(q, k, v, do, dlse, logits_soft_cap=soft_cap, **keywords)
+    check(got, want)
+    for gradient in (got.key, got.value):
+        assert not np.asarray(gradient, np.float32)[:, ::3].any()
+
+
+def test_queries_that_see_a_nan_in_the_bias_have_no_gradient():
+    q, k, v = qkv(1, 70, 100, 2, 1, 64)
+    do, dlse = cotangents(q, v)
+    bias = bias_of(1, 2, 70, 100)
+    bias[0, 0, 3, 5], bias[0, 1, 60, 7] = np.nan, np.inf
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, bias=bias)
+    check(run(q, k, v, do, dlse, bias=bias), want)
+
+
+@pytest.mark.parametrize("columns", [1, 70])
+def test_a_huge_bias_of_all_keys_leaves_other_rows_alone(columns):
+    """Rows whose logits differ by less than fp32 holds have finite gradients, if not much more."""
+    q, k, v = qkv(1, 70, 70, 1, 1, 64)
+    do, dlse = cotangents(q, v)
+    do[:, 30:], dlse[:, 30:] = 0.0, 0.0
+    bias = np.broadcast_to(np.where(np.arange(70) < 30, 0.0, -1e10)[:, None], (1, 1, 70, columns))
+    bias = np.array(bias, np.float32)
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, bias=bias)
+    check(run(q, k, v, do, dlse, bias=bias), want)

@@ -401,6 +401,43 @@ def test_other_derivatives_are_errors_that_name_attention_and_the_remedy(derivat
     assert "chunked" in message, message
 
 
+WRAPPED = {
+    "plain": lambda call: call,
+    "jit": jax.jit,
+    "remat": jax.remat,
+    "vmap": lambda call: lambda *x: jax.vmap(call)(*(a[None] for a in x))[0],
+    "scan": lambda call: lambda *x: jax.lax.scan(lambda c, _: (c, call(*x)), 0, length=1)[1],
+}
+
+
+@with_and_without_backward
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("wanted", [(0,), (3, 4)])
+def test_only_what_is_differentiated_gets_a_gradient(wanted, wrapped):
+    """What is not is named to the kernel, which need not compute it."""
+    arrays = (*qkv(), rand(1, HQ, 1, TK, seed=4), rand(HQ, seed=5), rand(HQ, seed=6))
+    names = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
+
+    def loss(attention):
+        def call(q, k, v, bias, slopes, sinks):
+            return jnp.sum(attention(q, k, v, bias, alibi_slopes=slopes, sinks=sinks) ** 2)
+
+        return WRAPPED[wrapped](call)
+
+    def gradients(attention):
+        return jax.grad(lambda *x: jnp.sum(loss(attention)(*x)), wanted)(*arrays)
+
+    assert_close(*fast_jit(lambda: (gradients(fused), gradients(dense)))())
+    constants = {name for i, name in enumerate(names) if i not in wanted}
+    found = [
+        set(e.params["spec"].constants)
+        for e in equations_of(lambda: gradients(fused))
+        if e.primitive.name == "fake_backward"
+    ]
+    assert all(x == constants for x in found)
+    assert len(found) == hasattr(backends.load("fake"), "backward")
+
+
 def test_the_gradient_of_a_cache_scale_is_never_silently_zero():
     q, k, v = qkv(B)
 
