@@ -5,10 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aot, profile, record, run, tune
+from bench import aot, figures, profile, record, run, tune
 
 # Each module offers add_arguments(parser) and run(arguments) -> exit status.
-COMMANDS = {"aot": aot, "run": run, "tune": tune, "profile": profile, "record": record}
+COMMANDS = {
+    "run": run,
+    "profile": profile,
+    "figures": figures,
+    "aot": aot,
+    "tune": tune,
+    "record": record,
+}
 
 
 def main() -> int:

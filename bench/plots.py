@@ -1,0 +1,438 @@
+"""The figures: each a function of runs (by the names of their files) that draws what they hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from bench import cases, ladder, memory, profile, style, train
+from bench.cases import Case
+from bench.results import OURS, Run
+from bench.style import BLACK, BLUE, GREY, SMALL, look
+
+Runs = Mapping[str, Run]
+
+
+class StaleError(Exception):
+    """A result file does not have what a figure needs; the message says what."""
+
+
+def _figures(run: Run, mode: str, attribute: str) -> dict[str, dict[str, float]]:
+    """{impl: {case: figure}} of one mode."""
+    found: dict[str, dict[str, float]] = {}
+    for row in run.rows:
+        value = getattr(row, attribute)
+        if row.mode == mode and value is not None:
+            found.setdefault(row.impl, {})[row.case] = value
+    return found
+
+
+def _need(found: Mapping[str, Mapping[str, float]], impls: Iterable[str], case: str) -> None:
+    for impl in impls:
+        if case not in found.get(impl, {}):
+            raise StaleError(f"it has no figure of {impl!r} for {case!r}")
+
+
+def _length(tokens: float) -> str:
+    """512, 4k, 128k."""
+    return f"{tokens / 1024:.0f}k" if tokens >= 1024 else f"{tokens:.0f}"
+
+
+def _handles(impls: Iterable[str]) -> list[Line2D]:
+    return [Line2D([], [], **look(impl, i).line) for i, impl in enumerate(impls)]
+
+
+def _lengths_axis(axes: Any, lengths: Sequence[int]) -> None:
+    """A logarithmic axis of tokens."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _length(x)))
+    axes.set_xticks(lengths[:: 1 + len(lengths) // 6])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+# Forward and backward.
+
+
+def forward(runs: Runs) -> Figure:
+    """Forward TFLOP/s beside the peers and the roof."""
+    return _speed(runs["forward"], "fwd", "Forward")
+
+
+def backward(runs: Runs) -> Figure:
+    """Backward TFLOP/s beside the peers and the roof."""
+    return _speed(runs["backward"], "bwd", "Backward")
+
+
+def training(runs: Runs) -> Figure:
+    """Forward and backward together, as a training step has them."""
+    return _speed(runs["backward"], "fwd+bwd", "Forward and backward")
+
+
+def _speed(run: Run, mode: str, title: str) -> Figure:
+    grid = [case for case in cases.GRID if case.num_q_heads == case.num_kv_heads]
+    found = _figures(run, mode, "tflops")
+    for case in grid:
+        _need(found, [OURS], case.name)
+    impls = style.in_order(found)
+    highest = max(y for impl in impls for y in found[impl].values())
+    highest = max(highest, run.meta.matmul_tflops or 0.0)
+    head_dims = sorted({case.head_dim for case in grid})
+    lengths = sorted({case.seq_len for case in grid})
+    figure, axes = style.subplots(2, len(head_dims), 5.0, sharex=True, sharey=True)
+    for row, is_causal in enumerate((False, True)):
+        for column, head_dim in enumerate(head_dims):
+            ax = axes[row, column]
+            ax.set_title(f"D{head_dim}, {'causal' if is_causal else 'full'}")
+            for i, impl in enumerate(impls):
+                names = {
+                    case.seq_len: case.name
+                    for case in grid
+                    if (case.head_dim, case.is_causal) == (head_dim, is_causal)
+                }
+                points = [(n, found[impl].get(names[n])) for n in lengths]
+                x, y = zip(*((n, y) for n, y in points if y is not None), strict=True) or ((), ())
+                ax.plot(x, y, **look(impl, i).line, zorder=4 if impl == OURS else 3)
+            _roof(ax, run)
+            ax.margins(x=0.12)
+            _lengths_axis(ax, lengths)
+            if row == 1:
+                ax.set_xlabel("tokens")
+        axes[row, 0].set_ylabel("TFLOP/s")
+        axes[row, 0].set_ylim(0, 1.08 * highest)
+    handles = [*_handles(impls), Line2D([], [], color=BLACK, ls="--", lw=1, label="matrix product")]
+    style.finish(figure, f"{title}, bf16, 16k tokens and 2048 columns in all", [run.meta], handles)
+    return figure
+
+
+def _roof(axes: Any, run: Run) -> None:
+    """What a large matrix product reached in the same run."""
+    if run.meta.matmul_tflops is not None:
+        axes.axhline(run.meta.matmul_tflops, color=BLACK, ls="--", lw=1, zorder=2)
+
+
+def _bytes(case: Case, arrays: int) -> float:
+    """Of so many arrays of the size of query and output, or of key and value in equal parts."""
+    q, k, _ = (2 * math.prod(shape) for shape in case.shapes)
+    return arrays / 2 * (q + k)
+
+
+def roofline(runs: Runs) -> Figure:
+    """Each kernel's point below the measured roofs, by operations for each byte that must move."""
+    run = runs["forward"]
+    peak, bandwidth = run.meta.matmul_tflops, run.meta.read_gbps
+    if peak is None or bandwidth is None:
+        raise StaleError("its meta has no ceilings")
+    figure, axes = style.subplots(1, 1, 4.2)
+    ax = axes[0, 0]
+    handles, points = [], []
+    for label, look_, xy in _points_of_roofline(runs):
+        if not xy:
+            raise StaleError(f"{label}: none of the cases of today")
+        handles += ax.plot(*zip(*xy, strict=True), ls="", label=label, **look_)
+        points += xy
+    first, last = min(x for x, _ in points) / 3, max(x for x, _ in points) * 3
+    lowest = min(*(y for _, y in points), first * bandwidth / 1e3) / 1.5
+    ax.set(xscale="log", yscale="log", xlim=(first, last), ylim=(lowest, 1.7 * peak))
+    ax.set(xlabel="FLOP for each byte of the arrays", ylabel="TFLOP/s")
+    ax.grid(visible=False, axis="y")  # a line of the grid would cross the words on the roof
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ridge, slope = peak / bandwidth * 1e3, bandwidth / 1e3
+    ax.plot([first, ridge, last], [first * slope, peak, peak], color=BLACK, lw=1.2, zorder=2)
+    ax.text(ridge, 1.06 * peak, f"matrix product: {peak:.0f} TFLOP/s", fontsize=10)
+    above = 1.35 * slope  # a line parallel to the roof
+    ax.text(
+        *(1.2 * first, 1.2 * first * above, f"reads: {bandwidth / 1e3:.2f} TB/s"),
+        rotation=math.degrees(math.atan(above)),
+        rotation_mode="anchor",
+        transform_rotates_text=True,
+        fontsize=10,
+    )
+    metas = [runs[name].meta for name in runs]
+    style.finish(figure, "Roofline: what each kernel reaches", metas, handles)
+    return figure
+
+
+def _points_of_roofline(runs: Runs) -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """A label, how it looks and (FLOP for each byte, TFLOP/s) of the cases of each kernel."""
+    by_name = {case.name: case for case in (*cases.GRID, *cases.OTHERS)}
+    for name, mode, arrays, marker, color in (
+        ("forward", "fwd", 4, "o", BLUE),
+        ("backward", "bwd", 8, "s", style.ORANGE),
+    ):
+        if name not in runs:
+            continue
+        found = _figures(runs[name], mode, "tflops").get(OURS, {})
+        known = [(by_name[case], y) for case, y in found.items() if case in by_name]
+        for is_causal in (False, True):
+            xy = [
+                (case.flops(mode) / _bytes(case, arrays), y)
+                for case, y in known
+                if case.is_causal == is_causal
+            ]
+            label = f"{name}, {'causal' if is_causal else 'full'}"
+            fill = {} if is_causal else {"mfc": "white", "mew": 1.6}
+            yield label, {"marker": marker, "color": color, **fill}, xy
+    if "ladder" in runs:
+        case = Case(4, 4096, 16, 16, 128, True)
+        found = _figures(runs["ladder"], "fwd", "tflops")
+        steps = [found.get(ladder.impl(n), {}).get(case.name) for n in range(1, 7)]
+        x = case.flops("fwd") / _bytes(case, 4)
+        xy = [(x, y) for y in steps if y is not None]
+        yield "steps 1 to 6 of the ladder", {"marker": "D", "color": style.PURPLE}, xy
+    if "decode" in runs:
+        found = _figures(runs["decode"], "decode warm", "gbps").get("jax_flash.cuda page16", {})
+        group = 4  # query heads that share a key head: 2 * 2 operations for each, on 2 * 2 bytes
+        xy = [(group, y * group / 1e3) for case, y in found.items() if case.endswith("D128 bf16")]
+        yield "decode, warm", {"marker": "^", "color": style.GREEN}, xy
+
+
+# The ladder.
+
+
+def _ladder_impls(run: Run) -> list[str]:
+    impls = [ladder.impl(number) for number in range(1, 8)]
+    found = _figures(run, "fwd", "time_us")
+    if missing := [impl for impl in impls if impl not in found]:
+        raise StaleError(f"it has no figure of {missing[0]!r}")
+    return impls
+
+
+def _step_label(number: int) -> str:
+    name = ladder.impl(number).partition(" ")[2]
+    return name or f"{number} jax_flash"
+
+
+def ladder_latency(runs: Runs) -> Figure:
+    """Time of every step of the ladder against the length of the sequence."""
+    run = runs["ladder"]
+    impls = _ladder_impls(run)
+    found = _figures(run, "fwd", "time_us")
+    figure, axes = style.subplots(1, 2, 3.9, sharey=True)
+    colors = (BLACK, GREY, style.YELLOW, style.ORANGE, style.PURPLE, style.GREEN, BLUE)
+    handles: list[Any] = []
+    for ax, head_dim in zip(axes[0], (64, 128), strict=True):
+        chosen = [case for case in ladder.CASES if case.head_dim == head_dim and case.is_causal]
+        lines = []
+        for number, (impl, color) in enumerate(zip(impls, colors, strict=True), 1):
+            points = [(case.seq_len, found[impl].get(case.name)) for case in chosen]
+            x, y = zip(*((n, t / 1e3) for n, t in points if t is not None), strict=True)
+            marker, width = "os^vDPX"[number - 1], 2.4 if impl == OURS else 1.6
+            label = _step_label(number)
+            lines += ax.plot(x, y, color=color, marker=marker, label=label, lw=width)
+        handles = handles or lines
+        ax.set(title=f"D{head_dim}, causal", yscale="log", xlabel="tokens of a sequence")
+        _lengths_axis(ax, [case.seq_len for case in chosen])
+    axes[0, 0].set_ylabel("ms")
+    axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    title = "The ladder: 16k tokens and 2048 columns in all, bf16"
+    style.finish(figure, title, [run.meta], handles, columns=3)
+    return figure
+
+
+def ladder_steps(runs: Runs) -> Figure:
+    """TFLOP/s of every step at 4k tokens, beside the roof."""
+    run = runs["ladder"]
+    impls = _ladder_impls(run)
+    found = _figures(run, "fwd", "tflops")
+    figure, axes = style.subplots(1, 2, 3.3, sharey=True)
+    for ax, head_dim in zip(axes[0], (64, 128), strict=True):
+        (case,) = (
+            case
+            for case in ladder.CASES
+            if (case.head_dim, case.seq_len, case.is_causal) == (head_dim, 4096, True)
+        )
+        _need(found, impls, case.name)
+        values = [found[impl][case.name] for impl in impls]
+        colors = [BLUE if impl == OURS else style.SKY for impl in impls]
+        bars = ax.barh([_step_label(n) for n in range(1, 8)], values, color=colors)
+        peak = run.meta.matmul_tflops
+        labels = [f"{v:.0f}" + (f" ({100 * v / peak:.0f} %)" if peak else "") for v in values]
+        ax.bar_label(bars, labels, padding=3, fontsize=SMALL + 1)
+        ax.set(title=f"D{head_dim}, causal, 4k tokens", xlabel="TFLOP/s")
+        ax.margins(x=0.46)
+        ax.grid(visible=False, axis="y")
+        ax.tick_params(axis="y", length=0)
+    axes[0, 0].invert_yaxis()
+    style.finish(figure, "The ladder, and its part of the matrix-product ceiling", [run.meta])
+    return figure
+
+
+_KERNEL_LABELS = {
+    "ladder_naive_scores": "1 naive: scores",
+    "ladder_naive_softmax": "1 naive: softmax",
+    "ladder_naive_values": "1 naive: values",
+    "ladder_flashattention_1": "2 FlashAttention-1",
+    "ladder_flashattention_2": "3 FlashAttention-2",
+    "ladder_causal_pruning": "4 causal pruning",
+    "ladder_swizzle": "5 swizzle",
+    "ladder_ring": "6 ring",
+    "jax_flash_forward": "7 jax_flash",
+}
+
+
+def counters(runs: Runs) -> Figure:
+    """Hardware counters of every step of the ladder."""
+    run = runs["profile"]
+    shown = ("tensor pipe", "DRAM", "L2", "bank conflicts", "occupancy", "clock")
+    amounts = {name: _figures(run, name, "amount") for name in shown}
+    figure, axes = style.subplots(2, 3, 5.2, sharey=True)
+    for ax, name in zip(axes.flat, shown, strict=True):
+        unit, factor = profile.COUNTERS[name].unit, 1.0
+        if name == "bank conflicts":
+            unit, factor = "million", 1e-6
+        elif unit == "GB/s":
+            unit, factor = "TB/s", 1e-3
+        values = []
+        for kernel in _KERNEL_LABELS:
+            case = next(iter(amounts[name].get(kernel, {})), None)
+            if case is None:
+                raise StaleError(f"it has no {name!r} of {kernel!r}")
+            values.append(amounts[name][kernel][case] * factor)
+        colors = [BLUE if k == "jax_flash_forward" else style.SKY for k in _KERNEL_LABELS]
+        bars = ax.barh(list(_KERNEL_LABELS.values()), values, color=colors)
+        ax.bar_label(bars, [f"{v:.3g}" for v in values], padding=3, fontsize=SMALL)
+        ax.set_title(f"{name}, {unit}")
+        ax.margins(x=0.28)
+        ax.grid(visible=False, axis="y")
+        ax.tick_params(axis="y", length=0)
+    axes[0, 0].invert_yaxis()
+    style.finish(figure, f"Counters of the ladder, {profile.CASE.name}", [run.meta])
+    return figure
+
+
+# Memory, training, decoding.
+
+_BYTES_OF_TOKEN = 2 * 8 * 128 * 2  # key and value, 8 heads, D128, bf16
+
+
+def memory_scaling(runs: Runs) -> Figure:
+    """Peak device memory against the length of the sequence; what did not fit is a cross."""
+    run = runs["memory"]
+    figure, axes = style.subplots(1, 2, 3.9, sharey=True)
+    lengths = [case.seq_len for case in memory.CASES]
+    for ax, mode in zip(axes[0], memory.MODES, strict=True):
+        found = _figures(run, mode, "amount")
+        _need(found, [OURS], memory.CASES[0].name)
+        missed = {
+            (row.impl, row.case)
+            for row in run.rows
+            if row.mode == mode and row.note == memory.OUT_OF_MEMORY
+        }
+        highest = max(max(sizes.values()) for sizes in found.values()) / 2**30
+        for i, impl in enumerate(style.in_order(found)):
+            points = [(case.seq_len, found[impl].get(case.name)) for case in memory.CASES]
+            x, y = zip(*((n, size / 2**30) for n, size in points if size is not None), strict=True)
+            ax.plot(x, y, **look(impl, i).line)
+            gone = [c.seq_len for c in memory.CASES if (impl, c.name) in missed]
+            level = 2.2 * highest * 1.8**i
+            ax.plot(gone, [level] * len(gone), "x", color=look(impl, i).color, mew=2)
+        ax.set(title=mode.replace("_", " "), yscale="log", xlabel="tokens")
+        _lengths_axis(ax, lengths)
+    axes[0, 0].set_ylabel("peak, GiB")
+    axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    impls = style.in_order(_figures(run, "fwd", "amount"))
+    cross = Line2D([], [], color=BLACK, marker="x", ls="", mew=2, label="out of memory")
+    style.finish(figure, "Device memory, B1 H16 D128 causal, bf16", [run.meta],
+                 [*_handles(impls), cross])  # fmt: skip
+    return figure
+
+
+def train_step(runs: Runs) -> Figure:
+    """Tokens per second and peak memory of whole training steps."""
+    run = runs["train"]
+    speed, size = (_figures(run, mode, "amount") for mode in ("step", "memory"))
+    names = [shape.name for shape in train.SHAPES]
+    figure, axes = style.subplots(2, len(names), 4.6, sharey="row")
+    impls = [impl for impl in style.LOOKS if impl in train.IMPLEMENTATIONS]
+    for column, name in enumerate(names):
+        _need(speed, [OURS], name)
+        title, _, rest = name.partition(" B")
+        for row, (found, factor, unit) in enumerate(
+            ((speed, 1e-6, "million tokens/s"), (size, 2**-30, "peak, GiB"))
+        ):
+            ax = axes[row, column]
+            shown = [impl for impl in impls if name in found.get(impl, {})]
+            values = [found[impl][name] * factor for impl in shown]
+            bars = ax.barh(
+                [look(impl).label for impl in shown],
+                values,
+                color=[look(impl).color for impl in shown],
+            )
+            ax.bar_label(bars, [f"{v:.3g}" for v in values], padding=3)
+            ax.set_xlabel(unit)
+            ax.margins(x=0.2)
+            ax.grid(visible=False, axis="y")
+            ax.tick_params(axis="y", length=0)
+            if row == 0:
+                ax.set_title(f"{title}\nB{rest.removesuffix(' causal bf16')}")
+    for ax in axes[:, 0]:
+        ax.invert_yaxis()
+    style.finish(figure, "Training steps, bf16, parameters and AdamW in fp32", [run.meta])
+    return figure
+
+
+def decode(runs: Runs) -> Figure:
+    """Latency and bandwidth of decoding against context, for one sequence and for 64."""
+    run = runs["decode"]
+    times = _figures(run, "program warm", "time_us")
+    rates: dict[str, dict[str, float]] = {impl: {} for impl in times}
+    sizes: dict[int, dict[int, str]] = {}
+    for impl in times:
+        for case, time_us in times[impl].items():
+            match = re.fullmatch(r"B(\d+) S(\d+) H32/8 D128 bf16", case)
+            if match is None or int(match[2]).bit_count() != 1:
+                continue
+            batch, length = int(match[1]), int(match[2])
+            sizes.setdefault(batch, {})[length] = case
+            rates[impl][case] = batch * length * _BYTES_OF_TOKEN / time_us / 1e3
+    if not {1, 64} <= sizes.keys():
+        raise StaleError("it has no contexts of one sequence and of 64")
+    impls = [
+        impl
+        for impl in style.in_order(times)
+        if any(case in times[impl] for batch in (1, 64) for case in sizes[batch].values())
+    ]
+    figure, axes = style.subplots(2, 2, 5.2, sharex="col", sharey="row")
+    for column, batch in enumerate((1, 64)):
+        lengths = sorted(sizes[batch])
+        for row, (found, factor) in enumerate(((times, 1.0), (rates, 1e-3))):
+            ax = axes[row, column]
+            for i, impl in enumerate(impls):
+                points = [(n, found.get(impl, {}).get(sizes[batch][n])) for n in lengths]
+                seen = [(n, y * factor) for n, y in points if y is not None]
+                if seen:
+                    ax.plot(*zip(*seen, strict=True), **look(impl, i).line)
+            _lengths_axis(ax, lengths)
+        axes[0, column].set(yscale="log", title=f"B{batch}")
+        axes[1, column].set_xlabel("tokens of a context")
+        if run.meta.read_gbps is not None:
+            axes[1, column].axhline(run.meta.read_gbps / 1e3, color=BLACK, ls="--", lw=1)
+        axes[1, column].set_ylim(0)
+    axes[0, 0].set_ylabel("µs, a call in a program")
+    axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes[1, 0].set_ylabel("TB/s")
+    handles = [*_handles(impls), Line2D([], [], color=BLACK, ls="--", lw=1, label="reads")]
+    style.finish(figure, "Decoding one token, H32/8 D128, bf16", [run.meta], handles, columns=3)
+    return figure
+
+
+# {name: (result files that it needs, those that it also shows if they are there, what draws it)}
+FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Runs], Figure]]] = {
+    "forward": (("forward",), (), forward),
+    "backward": (("backward",), (), backward),
+    "training": (("backward",), (), training),
+    "roofline": (("forward",), ("backward", "decode", "ladder"), roofline),
+    "ladder_latency": (("ladder",), (), ladder_latency),
+    "ladder_steps": (("ladder",), (), ladder_steps),
+    "counters": (("profile",), (), counters),
+    "memory": (("memory",), (), memory_scaling),
+    "train_step": (("train",), (), train_step),
+    "decode": (("decode",), (), decode),
+}
