@@ -90,15 +90,27 @@ def _run(case: Case, impl: str, mode: str, found: dict[str, Any]) -> None:
     # Trying kernels for the matrix products takes time and memory of its own.
     compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
     found["planned"] = ladder.allocated_bytes(compiled)
+    if found["planned"] > limit_bytes():  # the allocator would wait for memory before it gives up
+        found["note"] = OUT_OF_MEMORY
+        return
     jax.block_until_ready(compiled(*run.inputs(case)))
     found["peak"] = peak_bytes()
 
 
 def peak_bytes() -> int:
     """The most device memory that this process has used so far."""
+    return _memory_stats()["peak_bytes_in_use"]
+
+
+def limit_bytes() -> int:
+    """The most device memory that this process may use."""
+    return _memory_stats()["bytes_limit"]
+
+
+def _memory_stats() -> dict[str, int]:
     import jax
 
-    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
+    return jax.local_devices()[0].memory_stats()
 
 
 def _naive(case: Case) -> Callable[..., Any]:

@@ -64,6 +64,7 @@ def here(monkeypatch):
 
     monkeypatch.setattr(isolated, "items", items)
     monkeypatch.setattr(memory, "peak_bytes", lambda: next(peaks))
+    monkeypatch.setattr(memory, "limit_bytes", lambda: 10**9)
     monkeypatch.setattr(memory, "CASES", SMALL)
     monkeypatch.setattr(train, "SHAPES", (TINY,))
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
@@ -118,6 +119,17 @@ def test_what_does_not_fit_is_recorded_and_is_not_the_end(tmp_path, monkeypatch)
     notes = {(r.case, r.mode): r.note for r in results.read(out).rows if r.impl == "naive"}
     assert notes[SMALL[0].name, "fwd"] == "RuntimeError: no luck"
     assert notes[SMALL[1].name, "fwd"] == memory.OUT_OF_MEMORY
+
+    def ours():
+        return {(r.case, r.mode): r for r in results.read(out).rows if r.impl == results.OURS}
+
+    limit = ours()[SMALL[0].name, "fwd planned"].amount
+    monkeypatch.setattr(memory, "limit_bytes", lambda: limit)
+    assert ran("memory", "--out", str(out)) == 1
+    assert ours()[SMALL[0].name, "fwd"].amount is not None
+    too_large = ours()[SMALL[1].name, "fwd"]
+    assert (too_large.amount, too_large.note) == (None, memory.OUT_OF_MEMORY)
+    assert ours()[SMALL[1].name, "fwd planned"].amount > limit
     monkeypatch.setattr(isolated, "items", died)
     assert ran("memory", "--out", str(out)) == 1
     (last,) = (
