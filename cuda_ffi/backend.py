@@ -25,7 +25,7 @@ FUSED = True
 MAX_NEW_TOKENS = 16
 MAX_HEAD_DIM = 256
 _CHUNK = 16  # tokens, csrc/kv_view.cuh
-_LAYOUTS = {None: 0, "NHD": 1, "HND": 2}  # csrc/call.h
+_LAYOUTS = {None: 0, "NHD": 1, "HND": 2}  # csrc/call.h; 2 more for pools of both
 _POOL_AXES = {"NHD": "psg", "HND": "pgs"}  # see partition.py
 _MAX_RANGES = 320  # more than any GPU runs at once of the kernel that cuts items
 _TABLES_BATCH = 2048  # sequences whose chunk counts fit into shared memory beside the ring
@@ -117,25 +117,17 @@ def _workspace_size(spec: AttentionSpec) -> int:
     return 2 * _MAX_RANGES * rows * (widest + 4)
 
 
-def append_reason(
-    key_pages: Array,
-    value_pages: Array,
-    new_key: Array,
-    new_value: Array,
-    slots: Array,
-    device: Device,
-) -> str | None:
-    """Why :func:`append` cannot run, or None."""
-    del new_key, new_value, slots
+def append_reason(*arrays: Array, device: Device) -> str | None:
+    """Why :func:`append` cannot run, or None; the arrays are those it takes."""
     if device.platform == "gpu" and float(device.compute_capability or 0) < 8.0:
         return f"needs compute capability 8.0 or newer; found {device.compute_capability}"
-    for pool in (key_pages, value_pages):
-        if pool.dtype == "float64":
-            return "no float64 pools"
-        if not all(isinstance(size, int) for size in pool.shape):
-            return "needs sizes that are known when the call is traced; some are symbolic"
-        if math.prod(pool.shape[:3]) >= 2**31 or 0 in pool.shape:
-            return f"at least one slot and less than 2**31; the pool is {pool.shape}"
+    pool = arrays[0]
+    if any(x.dtype == "float64" for x in arrays):
+        return "no float64 pools or tokens"
+    if not all(isinstance(size, int) for size in pool.shape):
+        return "needs sizes that are known when the call is traced; some are symbolic"
+    if math.prod(pool.shape[:-1]) >= 2**31 or 0 in pool.shape:
+        return f"at least one slot and less than 2**31; the pool is {pool.shape}"
     return library.missing(device.platform)
 
 
@@ -145,12 +137,18 @@ def append(
     new_key: Array,
     new_value: Array,
     slots: Array,
+    *more: Array,
     page_layout: str,
 ) -> tuple[Array, Array]:
-    """Scatters tokens ``[N, Hk, D]`` into their slots; see :func:`jax_flash.append_kv`.
+    """Scatters tokens ``[N, Hk, D]`` into their slots; see :func:`jax_flash.reference.append`.
 
     The pools are aliased to the results: where XLA may overwrite them nothing is copied.
     """
+    is_fused = key_pages.ndim == 5
+    layout = _LAYOUTS[page_layout] + 2 * is_fused
+    is_copy = new_key.dtype == key_pages.dtype and not any(x.size for x in more)
+    if not is_copy and new_key.dtype.itemsize == 1:
+        new_key, new_value = (x.astype(jnp.float32) for x in (new_key, new_value))
 
     def call(*arrays: Array) -> tuple[Array, Array]:
         run: Callable = jax.ffi.ffi_call(
@@ -158,8 +156,9 @@ def append(
             tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:2]),
             input_output_aliases={0: 0, 1: 1},
         )
-        return tuple(run(*arrays, layout=np.int64(_LAYOUTS[page_layout])))
+        return tuple(run(*arrays, layout=np.int64(layout)))
 
+    arrays = (key_pages, value_pages, new_key, new_value, slots, *more)
     if jax.device_count() > 1:
-        call = partition.append(call, _POOL_AXES[page_layout])
-    return call(key_pages, value_pages, new_key, new_value, slots)
+        call = partition.append(call, arrays, _POOL_AXES[page_layout])
+    return call(*arrays)

@@ -17,7 +17,7 @@ import jax
 
 # A version in the names: exported programs hold on to what a target takes.
 DECODE = "jax_flash.v2.decode"
-APPEND = "jax_flash.v1.append"
+APPEND = "jax_flash.v2.append"
 _SYMBOLS = {DECODE: "jax_flash_decode", APPEND: "jax_flash_append"}
 _FILES = {"gpu": ("libjax_flash_cuda.so", "CUDA"), "cpu": ("libjax_flash_cpu.so", "cpu")}
 

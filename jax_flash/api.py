@@ -386,7 +386,7 @@ def decode_plan(
 
 def append_kv(
     key_pages: Array,
-    value_pages: Array,
+    value_pages: Array | None,
     new_key: Array,
     new_value: Array,
     slot_mapping: Array,
@@ -394,7 +394,8 @@ def append_kv(
     page_layout: str = "HND",
     k_scale: float | Array | None = None,
     v_scale: float | Array | None = None,
-) -> tuple[Array, Array]:
+    rotary: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array | None]:
     """Writes new keys and values into their slots of a paged cache.
 
     Token ``n`` goes to page ``slot_mapping[n] // S``, slot ``slot_mapping[n] % S``; a negative
@@ -403,7 +404,8 @@ def append_kv(
 
     Args:
         key_pages: the pool ``[P, Hk, S, D]`` (``"HND"``) or ``[P, S, Hk, D]`` (``"NHD"``).
-        value_pages: likewise, with Dv for D.
+        value_pages: likewise, with Dv for D; None if ``key_pages`` is a pool of both,
+            ``[P, 2, Hk, S, D]`` or ``[P, 2, S, Hk, D]``.
         new_key: floating point ``[tokens, Hk, D]``.
         new_value: floating point ``[tokens, Hk, Dv]``.
         slot_mapping: int32 ``[tokens]``.
@@ -411,18 +413,30 @@ def append_kv(
         k_scale: scalar or ``[Hk]``; the stored key is ``new_key / k_scale``, rounded to the pool's
             dtype. An 8-bit pool saturates; int8 has no NaN and stores 0 for it.
         v_scale: likewise for the values.
+        rotary: cos and sin of the angles by which keys are rotated before they are scaled, fp32
+            ``[tokens, R/2]`` each: channels ``c < R/2`` and ``c + R/2`` of a head are a pair (the
+            half-split form), the others stay as they are.
 
     Returns:
-        The pools with the tokens in them.
+        The pools with the tokens in them, the second one None if it was.
 
     Raises:
         ValueError: a wrong shape.
         TypeError: a wrong dtype or type.
     """
     arrays = cache_calls.append_call(
-        key_pages, value_pages, new_key, new_value, slot_mapping, page_layout, k_scale, v_scale
+        key_pages,
+        value_pages,
+        new_key,
+        new_value,
+        slot_mapping,
+        page_layout,
+        k_scale,
+        v_scale,
+        rotary,
     )
-    return backends.append(*arrays, page_layout)
+    pools = backends.append(*arrays, page_layout=page_layout)
+    return pools[0], None if value_pages is None else pools[1]
 
 
 def merge_attention(

@@ -243,20 +243,13 @@ def plain() -> Backend:
     return backend
 
 
-def append(
-    key_pages: Array,
-    value_pages: Array,
-    new_key: Array,
-    new_value: Array,
-    slots: Array,
-    page_layout: str,
-) -> tuple[Array, Array]:
+def append(*arrays: Array, page_layout: str) -> tuple[Array, Array]:
     """Scatters tokens into pools, by a kernel where there is one; see :func:`jax_flash.append_kv`.
 
-    The kernel has the derivative of the plain scatter, and under vmap gives way to it. On a mesh
-    with explicit axes the pools stay sharded as they are.
+    The arrays are those of :func:`jax_flash.reference.append`. The kernel has the derivative of the
+    plain scatter, and under vmap gives way to it. On a mesh with explicit axes the pools stay
+    sharded as they are.
     """
-    arrays = (key_pages, value_pages, new_key, new_value, slots)
     run = functools.partial(_append, page_layout=page_layout)
     pools = tuple(jax.typeof(x).sharding for x in arrays[:2])
     if jax.sharding.AxisType.Explicit in pools[0].mesh.axis_types:
@@ -270,7 +263,7 @@ def _append(*arrays: Array, page_layout: str) -> tuple[Array, Array]:
     if device.platform != "gpu" and "cuda" in _NEEDS_GPU:
         return scatter(*arrays)
     kernels: Any = load("cuda")
-    if isinstance(kernels, str) or kernels.append_reason(*arrays, device) is not None:
+    if isinstance(kernels, str) or kernels.append_reason(*arrays, device=device) is not None:
         return scatter(*arrays)
     kernel = jax.custom_batching.custom_vmap(
         functools.partial(kernels.append, page_layout=page_layout)

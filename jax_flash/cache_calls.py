@@ -18,6 +18,7 @@ from jax_flash.spec import (
     Operands,
     make_spec,
     page_axes,
+    wide_dtype,
 )
 
 Array = jax.Array
@@ -231,17 +232,23 @@ def append_call(
     page_layout: Any,
     k_scale: Any,
     v_scale: Any,
-) -> tuple[Array, Array, Array, Array, Array]:
-    """Checks the arguments of :func:`jax_flash.append_kv` and casts the tokens to the pools' dtype.
+    rotary: Any,
+) -> tuple[Array, ...]:
+    """Checks the arguments of :func:`jax_flash.append_kv`.
 
     Returns:
-        The pools, the tokens to store (scaled, in the pools' dtypes) and the slots, int32.
+        What :func:`jax_flash.reference.append` takes, but for the layout. What is absent has
+        size 0.
     """
     heads_axis, _ = page_axes(page_layout)
-    pools, tokens = [], []
-    for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
+    pools = []
+    names = ("key_pages",) if value_pages is None else ("key_pages", "value_pages")
+    rank, layout = 4, "[P, Hk, S, D] or [P, S, Hk, D]"
+    if value_pages is None:
+        rank, layout = 5, "[P, 2, Hk, S, D] or [P, 2, S, Hk, D] without value_pages"
+    for name, x in zip(names, (key_pages, value_pages), strict=False):
         pool = checks.as_array(name, x)
-        checks.check_rank(name, pool, (4,), "[P, Hk, S, D] or [P, S, Hk, D]")
+        checks.check_rank(name, pool, (rank,), layout)
         if pool.dtype not in QUERY_DTYPES + QUANTISED_DTYPES:
             raise checks.type_error(
                 f"{name}.dtype",
@@ -250,49 +257,81 @@ def append_call(
                 "Allocate the pool in one of these",
             )
         pools.append(pool)
-    if pools[0].shape[:3] != pools[1].shape[:3]:
+    if value_pages is None:
+        _check_fused(pools[0])
+        pools.append(jnp.zeros((0,), pools[0].dtype))
+    elif pools[0].shape[:3] != pools[1].shape[:3] or pools[0].dtype != pools[1].dtype:
         raise checks.value_error(
             "value_pages.shape",
             pools[1].shape,
-            f"all axes but the last must equal those of key_pages, {pools[0].shape}",
+            f"all axes but the last must equal those of key_pages, {pools[0].shape}, and so must "
+            "the dtype",
             "Allocate both pools alike",
         )
     slots = checks.as_index_array("slot_mapping", slot_mapping)
     checks.check_rank("slot_mapping", slots, (1,), "[tokens]")
-    heads = pools[0].shape[heads_axis]
-    new = (
-        ("new_key", new_key, "k_scale", k_scale, pools[0]),
-        ("new_value", new_value, "v_scale", v_scale, pools[1]),
-    )
-    for name, x, scale_name, scale, pool in new:
-        shape = (slots.shape[0], heads, pool.shape[3])
+    heads = pools[0].shape[heads_axis + rank - 4]
+    tokens, scales = [], []
+    dims = (pools[0].shape[-1], pools[0].shape[-1] if value_pages is None else pools[1].shape[-1])
+    new = (("new_key", new_key, "k_scale", k_scale), ("new_value", new_value, "v_scale", v_scale))
+    for dim, (name, x, scale_name, scale) in zip(dims, new, strict=True):
         x = checks.as_array(name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise checks.type_error(
                 f"{name}.dtype", x.dtype, "must be floating point", f"Cast {name} to float32"
             )
         layout = "[tokens, Hk, D] with one token for each entry of slot_mapping"
-        checks.check_shape(name, x, shape, layout, "Match the tokens, and the pool's heads and dim")
-        tokens.append(_quantise(x, scale_name, scale, pool.dtype))
-    return pools[0], pools[1], tokens[0], tokens[1], slots
+        remedy = "Match the tokens, and the pool's heads and dim"
+        checks.check_shape(name, x, (slots.shape[0], heads, dim), layout, remedy)
+        tokens.append(x)
+        scales.append(_append_scale(scale_name, scale, heads))
+    if tokens[0].dtype != tokens[1].dtype:
+        wide = wide_dtype(max((x.dtype for x in tokens), key=lambda dtype: dtype.itemsize))
+        tokens = [x.astype(wide) for x in tokens]
+    return (*pools, *tokens, slots, *scales, *_rotary(rotary, slots.shape[0], dims[0]))
 
 
-def _quantise(x: Array, name: str, scale: Any, dtype: jnp.dtype) -> Array:
-    """``x / scale`` rounded and saturated to ``dtype``; ``x`` is ``[tokens, Hk, D]``."""
-    if scale is not None:
-        heads = x.shape[1]
-        scale = checks.as_array(name, scale)
-        if scale.shape not in ((), (heads,)):
-            raise checks.value_error(
-                f"{name}.shape",
-                scale.shape,
-                f"must be a scalar or [Hk] = [{heads}]",
-                "Give one scale for all, or one for each key/value head",
-            )
-        x = x.astype(jnp.float32) / scale.astype(jnp.float32).reshape(-1, 1)
-    if dtype in QUANTISED_DTYPES:
-        is_int = jnp.issubdtype(dtype, jnp.integer)
-        x = jnp.round(x) if is_int else x
-        limits = jnp.iinfo(dtype) if is_int else jnp.finfo(dtype)
-        x = jnp.clip(x, float(limits.min), float(limits.max))
-    return x.astype(dtype)
+def _check_fused(pool: Array) -> None:
+    if pool.shape[1] != 2:
+        raise checks.value_error(
+            "key_pages.shape",
+            pool.shape,
+            "without value_pages its axis 1 must be 2, keys and values",
+            "Pass value_pages, or a pool [P, 2, Hk, S, D] or [P, 2, S, Hk, D]",
+        )
+
+
+def _append_scale(name: str, scale: Any, heads: int) -> Array:
+    if scale is None:
+        return jnp.zeros((0,), jnp.float32)
+    array = checks.as_array(name, scale)
+    if array.shape not in ((), (heads,)):
+        raise checks.value_error(
+            f"{name}.shape",
+            array.shape,
+            f"must be a scalar or [Hk] = [{heads}]",
+            "Give one scale for all, or one for each key/value head",
+        )
+    return array.astype(jnp.float32).reshape(-1)
+
+
+def _rotary(rotary: Any, tokens: int, head_dim: int) -> tuple[Array, Array]:
+    """Cos and sin, fp32 ``[tokens, pairs]``."""
+    if rotary is None:
+        return jnp.zeros((0, 0), jnp.float32), jnp.zeros((0, 0), jnp.float32)
+    if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+        raise checks.type_error(
+            "rotary", type(rotary).__name__, "must be a pair (cos, sin)", "Pass two arrays"
+        )
+    cos, sin = (
+        checks.as_array(f"rotary[{i}]", x).astype(jnp.float32) for i, x in enumerate(rotary)
+    )
+    if cos.ndim != 2 or cos.shape[0] != tokens or not 0 < 2 * cos.shape[1] <= head_dim:
+        raise checks.value_error(
+            "rotary[0].shape",
+            cos.shape,
+            f"must be [tokens, R / 2] with {tokens} tokens and 0 < R <= {head_dim}",
+            "Give the angles of each token's own position",
+        )
+    checks.check_shape("rotary[1]", sin, cos.shape, "that of rotary[0]", "Give cos and sin")
+    return cos, sin

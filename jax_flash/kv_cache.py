@@ -180,6 +180,7 @@ class PagedKVCache:
             value.reshape(batch * num_new, *value.shape[2:]),
             slots.reshape(-1),
         )
+        assert value_pages is not None
         counts = num_new if new_lengths is None else new_lengths
         lengths = jnp.minimum(self.lengths + counts, self.capacity)
         return PagedKVCache(key_pages, value_pages, self.block_tables, lengths), dropped

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jax_flash.mask import dropout_keep
 from jax_flash.spec import (
+    QUANTISED_DTYPES,
     AttentionSpec,
     Device,
     Operands,
@@ -275,20 +276,41 @@ def append(
     new_key: Array,
     new_value: Array,
     slots: Array,
+    k_scale: Array,
+    v_scale: Array,
+    cos: Array,
+    sin: Array,
     page_layout: str,
 ) -> tuple[Array, Array]:
-    """Scatters tokens ``[N, Hk, D]`` into their slots; see :func:`jax_flash.append_kv`."""
-    heads_axis, tokens_axis = page_axes(page_layout)
+    """Scatters tokens into their slots; see :func:`jax_flash.append_kv`.
+
+    Args:
+        key_pages: a pool; of keys and values ``[P, 2, ., ., D]`` if ``value_pages`` is empty.
+        value_pages: a pool, or an empty array.
+        new_key: ``[N, Hk, D]``.
+        new_value: ``[N, Hk, Dv]``.
+        slots: int32 ``[N]``.
+        k_scale: fp32 ``[Hk]`` or ``[1]``; empty for none.
+        v_scale: likewise.
+        cos: fp32 ``[N, R/2]``, of the angles by which keys are rotated; empty for none.
+        sin: likewise.
+        page_layout: ``"HND"`` or ``"NHD"``.
+
+    Returns:
+        The pools.
+    """
+    is_fused = key_pages.ndim == 5
+    heads_axis, tokens_axis = (axis + is_fused for axis in page_axes(page_layout))
     page_size = max(key_pages.shape[tokens_axis], 1)
     # Out of range on purpose for the tokens to skip: mode="drop" writes nothing there.
     page = jnp.where(slots < 0, key_pages.shape[0], slots // page_size)
     slot = slots % page_size
-    where: tuple[Array, ...] = (page, slot)
-    if heads_axis < tokens_axis:
-        head = jnp.arange(key_pages.shape[heads_axis], dtype=jnp.int32)
-        where = (page[:, None], head[None], slot[:, None])
+    head = jnp.arange(key_pages.shape[heads_axis], dtype=jnp.int32)
+    heads_first = heads_axis < tokens_axis
+    within = (head[None], slot[:, None]) if heads_first else (slot[:, None], head[None])
 
-    def scatter(pool: Array, new: Array) -> Array:
+    def scatter(pool: Array, new: Array, half: int) -> Array:
+        where = (page[:, None], *((half,) * is_fused), *within)
         if pool.dtype.itemsize > 1 or pool.dtype == jnp.int8:
             return pool.at[where].set(new, mode="drop")
         # As bytes: XLA would widen a whole pool of 8-bit floats to scatter into it.
@@ -296,7 +318,34 @@ def append(
         pool_bytes = pool_bytes.at[where].set(new_bytes, mode="drop")
         return jax.lax.bitcast_convert_type(pool_bytes, pool.dtype)
 
-    return scatter(key_pages, new_key), scatter(value_pages, new_value)
+    key = _stored(_rotated(new_key, cos, sin), k_scale, key_pages.dtype)
+    value = _stored(new_value, v_scale, key_pages.dtype)
+    if is_fused:
+        return scatter(scatter(key_pages, key, 0), value, 1), value_pages
+    return scatter(key_pages, key, 0), scatter(value_pages, value, 0)
+
+
+def _rotated(x: Array, cos: Array, sin: Array) -> Array:
+    """``[N, H, D]`` with its first channels rotated in pairs, in fp32 or wider."""
+    pairs = cos.shape[-1]
+    if pairs == 0:
+        return x
+    wide = wide_dtype(x.dtype)
+    cos, sin = (angle.astype(wide)[:, None] for angle in (cos, sin))
+    low, high, rest = jnp.split(x.astype(wide), (pairs, 2 * pairs), axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
+
+
+def _stored(x: Array, scale: Array, dtype: jnp.dtype) -> Array:
+    """``x / scale`` rounded and saturated to ``dtype``; ``x`` is ``[N, H, D]``."""
+    if scale.size:
+        x = x.astype(jnp.float32) / scale.reshape(-1, 1)
+    if dtype in QUANTISED_DTYPES:
+        is_int = jnp.issubdtype(dtype, jnp.integer)
+        x = jnp.round(x) if is_int else x
+        limits = jnp.iinfo(dtype) if is_int else jnp.finfo(dtype)
+        x = jnp.clip(x, float(limits.min), float(limits.max))
+    return x.astype(dtype)
 
 
 def merge(outs: Array, lses: Array) -> tuple[Array, Array]:

@@ -144,11 +144,13 @@ def copies(compiled, shape):
     return [line for line in lines if " copy(" in line and f"[{text}]" in line.split("copy(")[0]]
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_append_copies_no_pool(dtype):
+def test_append_copies_no_pool(dtype, is_fused):
     """Neither when donated nor as the carry of a scan, one pool or one a layer in a loop."""
-    shape = (64, 2, 16, 64)
-    pools = [(jnp.zeros(shape, dtype), jnp.ones(shape, dtype)) for _ in range(3)]
+    shape = (64, *(2,) * is_fused, 2, 16, 64)
+    second = (lambda: None) if is_fused else (lambda: jnp.ones(shape, dtype))
+    pools = [(jnp.zeros(shape, dtype), second()) for _ in range(3)]
     new = rand(5, 2, 64), rand(5, 2, 64, seed=1)
     slots = jnp.array([3, -1, 900, 16, 4], jnp.int32)
 
@@ -238,23 +240,33 @@ def test_a_call_cut_by_batch_and_heads_gathers_nothing(mesh, heads):
     assert bits(contiguous(*arrays)) == bits(contiguous(query, key, value, lens))
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_append_to_pools_cut_by_heads_gathers_and_copies_nothing(mesh, layout):
+def test_append_to_pools_cut_by_heads_gathers_and_copies_nothing(mesh, layout, is_fused):
     shape, where = ((64, 4, 16, 64), (None, "model"))
     if layout == "NHD":
         shape, where = (64, 16, 4, 64), (None, None, "model")
+    if is_fused:
+        shape, where = (64, 2, *shape[1:]), (None, None, *where[1:])
     new = rand(5, 4, 64, dtype="bfloat16")
     slots = jnp.array([1, -1, 40, 1023, 3], jnp.int32)
-    append = functools.partial(append_kv, page_layout=layout)
-    want = append(*[jnp.zeros(shape, "bfloat16")] * 2, new, new, slots)
+    append = functools.partial(
+        append_kv,
+        page_layout=layout,
+        k_scale=jnp.float32([0.5, 1.0, 2.0, 4.0]),
+        rotary=(rand(5, 16, seed=1), rand(5, 16, seed=2)),
+    )
+    zeros = [jnp.zeros(shape, "bfloat16") for _ in range(2 - is_fused)]
+    want = append(*zeros, *[None] * is_fused, new, new, slots)
     donating = jax.jit(append, donate_argnums=(0, 1))
-    pools = [*placed(mesh, *[(jnp.zeros(shape, "bfloat16"), where)] * 2)]
+    pools = [*placed(mesh, *[(x, where) for x in zeros]), *[None] * is_fused]
     tokens = placed(mesh, *[(new, (None, "model"))] * 2)
     compiled = donating.lower(*pools, *tokens, slots).compile()
+    assert library.APPEND in compiled.as_text()
     assert "all-gather" not in compiled.as_text()
-    assert not copies(compiled, (64, *(n // 2 if n == 4 else n for n in shape[1:])))
+    assert not copies(compiled, tuple(n // 2 if n == 4 else n for n in shape))
     got = donating(*pools, *tokens, slots)
-    assert bits(list(got)) == bits(list(want))
+    assert bits(jax.tree.leaves(got)) == bits(jax.tree.leaves(want))
     assert got[0].sharding.spec == PartitionSpec(*where)
 
 

@@ -382,6 +382,49 @@ def test_append_writes_each_token_to_its_slot_and_nothing_else(dtype, layout):
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("pairs", [1, 3, 4])
+def test_append_rotates_keys_before_it_scales_them(pairs, dtype, layout):
+    slots, scales = np.int32([5, -1, 0]), (np.float32([0.02, 0.03]), np.float32(0.05))
+    keys, values = rand(3, 2, 8, seed=1), rand(3, 2, 8, seed=2)
+    angles = rand(3, pairs, seed=3)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    low, high = keys[..., :pairs], keys[..., pairs : 2 * pairs]
+    want = keys.copy()
+    want[..., : 2 * pairs] = np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+    pool = jnp.zeros((2, 2, 4, 8) if layout == "HND" else (2, 4, 2, 8), dtype)
+    got = jax.jit(partial(append_kv, page_layout=layout))(
+        pool, pool, keys, values, slots, k_scale=scales[0], v_scale=scales[1],
+        rotary=(cos[:, 0], sin[:, 0]),
+    )  # fmt: skip
+    got = [np.float32(x if layout == "NHD" else jnp.swapaxes(x, 1, 2)) for x in got]
+    plain = np.float32(quantised(values[0], 0.05, dtype))  # XLA may divide by multiplying
+    np.testing.assert_allclose(got[1][1, 1], plain, rtol=3e-7 if dtype == "float32" else 0)
+    spacing = {"float32": 1e-6, "bfloat16": 2**-7, "float8_e4m3fn": 2**-3, "int8": 1e-2}[dtype]
+    want = want / np.float32([[0.02], [0.03]])
+    for n, slot in ((0, 5), (2, 0)):
+        stored = got[0][slot // 4, slot % 4]
+        largest = np.abs(want).max()
+        np.testing.assert_allclose(stored, want[n], rtol=spacing, atol=spacing * largest)
+        assert np.abs(stored - want[n]).max() > 0 or dtype == "float32"
+    assert np.count_nonzero(got[0].any((2, 3))) == 2
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_append_to_a_pool_of_keys_and_values_is_that_to_two(dtype, layout):
+    shape = (3, 2, 4, 8) if layout == "HND" else (3, 4, 2, 8)
+    pools = [(8 * rand(*shape, seed=seed)).round().astype(jnp.dtype(dtype)) for seed in (1, 2)]
+    arrays = 9 * rand(4, 2, 8, seed=3), 9 * rand(4, 2, 8, seed=4), np.int32([7, -1, 11, 0])
+    append = jax.jit(partial(append_kv, page_layout=layout, v_scale=np.float32([0.5, 2.0])))
+    want = append(*pools, *arrays)
+    got, nothing = append(np.stack(pools, 1), None, *arrays)
+    assert nothing is None
+    assert bits([got[:, 0], got[:, 1]]) == bits(list(want))
+    assert bits(list(want)) != bits(pools)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_appended_tokens_are_what_attention_then_reads(layout):
     """A prompt of unequal lengths at once, then token after token into unowned NaN."""
     query, key, value, lens = cache([9, 6, 12], (4, 2), (8, 16), 1)

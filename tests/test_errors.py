@@ -63,6 +63,7 @@ DECODE = {"query": z(2, 1, 4, 8), **cache(2, 7, 2, 8), "kv_lens": ints(3, 7)}
 TABLES = {"block_tables": z32(2, 3), "kv_lens": ints(3, 12)}
 PAGED = {"query": z(2, 1, 4, 8), **pages(6, 2, 4, 8), **TABLES}
 PLAN = jax_flash.decode_plan(ints(3, 4, 5))
+ODD_POOL = {"key_pages": z(6, 3, 2, 4, 8), "value_pages": None}
 MERGE = {"outs": [z(2, 3, 8), z(2, 3, 8)], "lses": [z(2, 3), z(2, 3)]}
 FUNCTIONS = {
     "dense": (jax_flash.dot_product_attention, DENSE),
@@ -122,6 +123,7 @@ ARRAYS = [
     bad("paged", V, "query.shape=(4, 8)", "[B, new_tokens, Hq, D]", AXES, query=z(4, 8)),
     bad("paged", V, "value_pages.shape=(6, 4, 8)", "[P, S, Hk, D]", AXES, value_pages=z(6, 4, 8)),
     bad("append", V, "key_pages.shape=(6, 2, 8)", "[P, Hk, S, D]", AXES, key_pages=z(6, 2, 8)),
+    bad("append", V, "key_pages.shape=(6, 2, 4, 8)", "[P, 2,", AXES, value_pages=None),
     bad("append", V, "slot_mapping.shape=(3, 1)", "[tokens]", AXES, slot_mapping=z32(3, 1)),
     bad("flax", V, "query.shape=(5, 8)", "[batch..., T, H, D]", "missing axes", query=z(5, 8)),
     # Dtype.
@@ -155,6 +157,11 @@ ARRAYS = [
     bad("paged", V, "value_pages.shape=(5, 2, 4, 8)", "key_pages", value_pages=z(5, 2, 4, 8)),
     bad("paged", V, "key_pages.shape=(6, 2, 0, 8)", "must hold a token", **pages(6, 2, 0, 8)),
     bad("append", V, "value_pages.shape=(6, 2, 5, 8)", "key_pages", value_pages=z(6, 2, 5, 8)),
+    bad("append", V, "key_pages.shape=(6, 3, 2, 4, 8)", "be 2", "value_pages", **ODD_POOL),
+    bad("append", T, "rotary=float", "(cos, sin)", "two arrays", rotary=1.0),
+    bad("append", V, "rotary[0].shape=(3, 5)", "R <= 8", "own", rotary=(z(3, 5), z(3, 5))),
+    bad("append", V, "rotary[0].shape=(2, 4)", "3 tokens", "own", rotary=(z(2, 4), z(2, 4))),
+    bad("append", V, "rotary[1].shape=(3, 2)", "rotary[0]", "sin", rotary=(z(3, 4), z(3, 2))),
     bad("append", V, "new_key.shape=(3, 4, 8)", "(3, 2, 8)", new_key=z(3, 4, 8)),
     bad("append", V, "new_value.shape=(3, 2, 9)", "(3, 2, 8)", new_value=z(3, 2, 9)),
     bad("append", V, "new_key.shape=(3, 2, 8)", "(2, 2, 8)", slot_mapping=ints(0, 1)),

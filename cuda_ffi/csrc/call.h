@@ -52,24 +52,50 @@ inline int shift_of(int x) {
   return 1 << shift == x ? shift : -1;
 }
 
-enum Layout : int64_t { kContiguous = 0, kNHD = 1, kHND = 2 };
+// Fused pools hold keys and values of a page one after another: [P, 2, ...].
+enum Layout : int64_t { kContiguous = 0, kNHD = 1, kHND = 2, kFusedNHD = 3, kFusedHND = 4 };
 
-// Axes [page, token, head, element], or [page, head, token, element] where heads come first.
-inline KvView view_of(ffi::AnyBuffer x, ffi::AnyBuffer scale, bool heads_first) {
-  const auto d = x.dimensions();
+inline bool is_fused(int64_t layout) { return layout >= kFusedNHD; }
+inline bool has_heads_first(int64_t layout) { return layout == kHND || layout == kFusedHND; }
+
+// Axes of a pool without that of keys and values: [page, token, head, element], or
+// [page, head, token, element] where heads come first.
+struct PoolAxes {
+  int64_t pages, tokens, heads, dim;
+
+  PoolAxes(ffi::AnyBuffer x, int64_t layout) {
+    const auto d = x.dimensions();
+    const int i = is_fused(layout) ? 2 : 1;
+    pages = d[0], dim = d[i + 2];
+    tokens = d[has_heads_first(layout) ? i + 1 : i], heads = d[has_heads_first(layout) ? i : i + 1];
+  }
+};
+
+inline bool is_pool(ffi::AnyBuffer x, int64_t layout) {
+  return x.dimensions().size() == (is_fused(layout) ? 5 : 4);
+}
+
+// `half` 0 for keys, 1 for values, of a fused pool.
+inline KvView view_of(ffi::AnyBuffer x, int64_t layout, int half) {
+  const PoolAxes axes(x, layout);
+  const int64_t page = axes.tokens * axes.heads * axes.dim;
   KvView view{};
-  view.data = x.untyped_data();
-  view.page_stride = d[1] * d[2] * d[3];
-  view.token_stride = heads_first ? d[3] : d[2] * d[3];
-  view.head_stride = heads_first ? d[2] * d[3] : d[3];
-  const auto s = scale.dimensions();
-  if (s.size() != 3) return view;  // no scale
-  view.scale = scale.typed_data<float>();
-  const int64_t strides[3] = {s[0] > 1 ? s[1] * s[2] : 0, s[1] > 1 ? s[2] : 0, s[2] > 1 ? 1 : 0};
-  view.scale_page_stride = strides[0];
-  view.scale_token_stride = strides[heads_first ? 2 : 1];
-  view.scale_head_stride = strides[heads_first ? 1 : 2];
+  view.page_stride = is_fused(layout) ? 2 * page : page;
+  view.token_stride = has_heads_first(layout) ? axes.dim : axes.heads * axes.dim;
+  view.head_stride = has_heads_first(layout) ? axes.tokens * axes.dim : axes.dim;
+  const int64_t size = ffi::ByteWidth(x.element_type());
+  view.data = (const char*)x.untyped_data() + (is_fused(layout) ? half * page * size : 0);
   return view;
+}
+
+inline void add_scale(KvView* view, ffi::AnyBuffer scale, int64_t layout) {
+  const auto s = scale.dimensions();
+  if (s.size() != 3) return;  // no scale
+  view->scale = scale.typed_data<float>();
+  const int64_t strides[3] = {s[0] > 1 ? s[1] * s[2] : 0, s[1] > 1 ? s[2] : 0, s[2] > 1 ? 1 : 0};
+  view->scale_page_stride = strides[0];
+  view->scale_token_stride = strides[has_heads_first(layout) ? 2 : 1];
+  view->scale_head_stride = strides[has_heads_first(layout) ? 1 : 2];
 }
 
 // Arrays of size 0 stand for absent ones.
@@ -83,18 +109,21 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
                               ffi::Result<ffi::AnyBuffer> partials, int64_t layout, float scale,
                               float soft_cap, bool is_causal, int64_t window_left,
                               int64_t window_right, bool batch_invariant) {
-  const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
-  if (qd.size() != 4 || kd.size() != 4 || vd.size() != 4 ||
+  const auto qd = q.dimensions();
+  if (qd.size() != 4 || !is_pool(k, layout) || !is_pool(v, layout) ||
       kv_lens.element_count() != (size_t)qd[0]) {
-    return invalid("decode takes query, key and value with four axes and one length a sequence");
+    return invalid("decode takes query, key and value with four axes (a pool of both has five) and "
+                   "one length a sequence");
   }
+  const PoolAxes axes(k, layout);
   DecodeParams p{};
   if (!read_type(q.element_type(), &p.q_type) || !read_type(k.element_type(), &p.kv_type)) {
     return invalid("decode does not know these types");
   }
-  const bool heads_first = layout == kHND, is_paged = layout != kContiguous;
+  const bool is_paged = layout != kContiguous;
   p.q = q.untyped_data(), p.out = out->untyped_data(), p.lse = lse->typed_data<float>();
-  p.k = view_of(k, k_scale, heads_first), p.v = view_of(v, v_scale, heads_first);
+  p.k = view_of(k, layout, 0), p.v = view_of(v, layout, 1);
+  add_scale(&p.k, k_scale, layout), add_scale(&p.v, v_scale, layout);
   p.block_tables = is_paged ? block_tables.typed_data<int32_t>() : nullptr;
   p.kv_lens = kv_lens.typed_data<int32_t>();
   const bool has_plan = chunk_ends.element_count() == (size_t)qd[0];
@@ -104,10 +133,11 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
   p.alibi_slopes = alibi_slopes.element_count() ? alibi_slopes.typed_data<float>() : nullptr;
   p.alibi_slopes_stride = (int64_t)alibi_slopes.element_count() > qd[2] ? qd[2] : 0;
   p.partials = partials->typed_data<float>(), p.num_partials = partials->element_count();
-  p.batch = qd[0], p.q_len = qd[1], p.head_dim = qd[3], p.value_dim = vd[3];
-  p.kv_heads = heads_first ? kd[1] : kd[2];
+  p.batch = qd[0], p.q_len = qd[1], p.head_dim = qd[3];
+  p.value_dim = PoolAxes(v, layout).dim;
+  p.kv_heads = axes.heads;
   p.group = p.kv_heads ? qd[2] / p.kv_heads : 0;
-  p.num_pages = kd[0], p.page_size = heads_first ? kd[2] : kd[1];
+  p.num_pages = axes.pages, p.page_size = axes.tokens;
   p.max_pages = is_paged ? block_tables.dimensions()[1] : 1;
   p.capacity = p.max_pages * p.page_size;
   p.page_shift = shift_of(p.page_size);
@@ -118,32 +148,42 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
   return outcome("decode", shape, run(p, stream));
 }
 
+inline AppendSide side_of(ffi::Result<ffi::AnyBuffer> pages, ffi::AnyBuffer tokens,
+                          ffi::AnyBuffer scale, int64_t layout, int half) {
+  const KvView view = view_of(*pages, layout, half);
+  AppendSide side{};
+  side.pages = (void*)view.data, side.tokens = tokens.untyped_data();
+  side.page_stride = view.page_stride, side.token_stride = view.token_stride;
+  side.head_stride = view.head_stride, side.dim = PoolAxes(*pages, layout).dim;
+  if (scale.element_count()) side.scale = scale.typed_data<float>();
+  side.scale_stride = scale.element_count() > 1 ? 1 : 0;
+  return side;
+}
+
+// Of a fused pool, the first one is both, and the second one of size 0.
 inline ffi::Error append_call(RunAppend run, void* stream, ffi::AnyBuffer key_pages,
                               ffi::AnyBuffer value_pages, ffi::AnyBuffer new_key,
                               ffi::AnyBuffer new_value, ffi::AnyBuffer slots,
-                              ffi::Result<ffi::AnyBuffer> key_out,
+                              ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, ffi::AnyBuffer cos,
+                              ffi::AnyBuffer sin, ffi::Result<ffi::AnyBuffer> key_out,
                               ffi::Result<ffi::AnyBuffer> value_out, int64_t layout) {
+  const bool has_values = !is_fused(layout);
   if (key_out->untyped_data() != key_pages.untyped_data() ||
-      value_out->untyped_data() != value_pages.untyped_data()) {
+      (has_values && value_out->untyped_data() != value_pages.untyped_data())) {
     return invalid("append must be called with its pools aliased to its results");
   }
-  DType type;
-  if (!read_type(key_pages.element_type(), &type)) return invalid("append does not know this type");
-  const bool heads_first = layout == kHND;
-  const auto kd = key_pages.dimensions();
-  const int64_t size = size_of(type);
-  const KvView k = view_of(key_pages, slots, heads_first);
-  const KvView v = view_of(value_pages, slots, heads_first);
   AppendParams p{};
-  p.key_pages = key_out->untyped_data(), p.value_pages = value_out->untyped_data();
-  p.new_key = new_key.untyped_data(), p.new_value = new_value.untyped_data();
-  p.slots = slots.typed_data<int32_t>(), p.tokens = slots.element_count();
-  p.page_stride = k.page_stride * size, p.token_stride = k.token_stride * size;
-  p.head_stride = k.head_stride * size, p.v_page_stride = v.page_stride * size;
-  p.v_token_stride = v.token_stride * size, p.v_head_stride = v.head_stride * size;
-  p.kv_heads = heads_first ? kd[1] : kd[2], p.page_size = heads_first ? kd[2] : kd[1];
-  p.num_slots = kd[0] * p.page_size;
-  p.key_bytes = kd[3] * size, p.value_bytes = value_pages.dimensions()[3] * size;
+  if (!is_pool(key_pages, layout) || !read_type(key_pages.element_type(), &p.pool_type) ||
+      !read_type(new_key.element_type(), &p.token_type)) {
+    return invalid("append does not know these pools or types");
+  }
+  const PoolAxes axes(key_pages, layout);
+  p.k = side_of(key_out, new_key, k_scale, layout, 0);
+  p.v = side_of(has_values ? value_out : key_out, new_value, v_scale, layout, 1);
+  p.slots = slots.typed_data<int32_t>(), p.num_tokens = slots.element_count();
+  p.kv_heads = axes.heads, p.page_size = axes.tokens, p.num_slots = axes.pages * axes.tokens;
+  p.pairs = p.num_tokens ? cos.element_count() / p.num_tokens : 0;
+  p.cos = cos.typed_data<float>(), p.sin = sin.typed_data<float>();
   return outcome("append", "pools " + words(key_pages) + " and " + words(value_pages),
                  run(p, stream));
 }
@@ -175,6 +215,10 @@ inline ffi::Error append_call(RunAppend run, void* stream, ffi::AnyBuffer key_pa
 
 #define JF_BIND_APPEND(BINDING)  \
   BINDING.Arg<ffi::AnyBuffer>()  \
+      .Arg<ffi::AnyBuffer>()     \
+      .Arg<ffi::AnyBuffer>()     \
+      .Arg<ffi::AnyBuffer>()     \
+      .Arg<ffi::AnyBuffer>()     \
       .Arg<ffi::AnyBuffer>()     \
       .Arg<ffi::AnyBuffer>()     \
       .Arg<ffi::AnyBuffer>()     \

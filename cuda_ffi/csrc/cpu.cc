@@ -42,27 +42,36 @@ float load(const void* data, int64_t index, DType type) {
   return x;
 }
 
-// Rounded to nearest, ties to even.
+// The bits of |x| in a type of less than 16 bits of mantissa, in units of the last place; a carry
+// into the exponent comes out right by itself.
+uint32_t bits_of(float x, int bias, int mantissa_bits) {
+  const int exponent = std::max(std::ilogb(std::max(std::fabs(x), 1e-30f)), 1 - bias);
+  const float places = std::nearbyint(std::ldexp(std::fabs(x), mantissa_bits - exponent));
+  return ((exponent + bias - 1) << mantissa_bits) + (uint32_t)places;
+}
+
+// Rounded to nearest, ties to even; 8-bit types saturate, and int8 stores 0 for NaN.
 void store(void* data, int64_t index, DType type, float x) {
-  if (type == DType::kF32) {
-    ((float*)data)[index] = x;
-    return;
-  }
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
-  uint16_t* target = (uint16_t*)data + index;
-  const uint16_t sign = bits >> 16 & 0x8000u;
-  if (std::isnan(x)) {
-    *target = type == DType::kF16 ? 0x7e00u : 0x7fc0u;
+  const uint32_t sign = bits >> 31;
+  if (type == DType::kF32) {
+    ((float*)data)[index] = x;
+  } else if (type == DType::kI8) {
+    const float clipped = std::clamp(std::nearbyint(x), -128.f, 127.f);
+    ((int8_t*)data)[index] = std::isnan(x) ? 0 : (int8_t)clipped;
+  } else if (size_of(type) == 1) {
+    const bool is_e4m3 = type == DType::kE4M3;
+    const float magnitude = std::min(std::fabs(x), is_e4m3 ? 448.f : 57344.f);
+    const uint32_t finite = is_e4m3 ? bits_of(magnitude, 7, 3) : bits_of(magnitude, 15, 2);
+    ((uint8_t*)data)[index] = sign << 7 | (std::isnan(x) ? (is_e4m3 ? 0x7fu : 0x7eu) : finite);
+  } else if (std::isnan(x)) {
+    ((uint16_t*)data)[index] = type == DType::kF16 ? 0x7e00u : 0x7fc0u;
   } else if (type == DType::kBF16) {
-    *target = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  } else if (std::fabs(x) >= 65520.f) {
-    *target = sign | 0x7c00u;
+    ((uint16_t*)data)[index] = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   } else {
-    // In units of the last place; a carry into the exponent comes out right by itself.
-    const int exponent = std::max(std::ilogb(std::max(std::fabs(x), 1e-8f)), -14);
-    const float places = std::nearbyint(std::ldexp(std::fabs(x), 10 - exponent));
-    *target = sign | ((exponent + 14) * 1024 + (int)places);
+    const bool overflows = std::fabs(x) >= 65520.f;
+    ((uint16_t*)data)[index] = sign << 15 | (overflows ? 0x7c00u : bits_of(x, 15, 10));
   }
 }
 
@@ -164,19 +173,49 @@ Status decode_cpu(const DecodeParams& p) {
   return {};
 }
 
+namespace {
+
+void append_token(const AppendParams& p, const AppendSide& side, int token, int pairs) {
+  const int slot = p.slots[token];
+  if (slot < 0 || slot >= p.num_slots) return;
+  const int64_t place = slot / p.page_size * side.page_stride + slot % p.page_size * side.token_stride;
+  for (int64_t head = 0; head < p.kv_heads; ++head) {
+    const int64_t from = ((int64_t)token * p.kv_heads + head) * side.dim;
+    const float scale = side.scale ? side.scale[head * side.scale_stride] : 1.f;
+    for (int d = 0; d < side.dim; ++d) {
+      float x = load(side.tokens, from + d, p.token_type);
+      if (d < 2 * pairs) {
+        const int c = d % pairs, other = d < pairs ? d + pairs : d - pairs;
+        const float y = load(side.tokens, from + other, p.token_type);
+        const int64_t angle = (int64_t)token * pairs + c;
+        x = x * p.cos[angle] + (d < pairs ? -y : y) * p.sin[angle];
+      }
+      store(side.pages, place + head * side.head_stride + d, p.pool_type, x / scale);
+    }
+  }
+}
+
+void copy_token(const AppendParams& p, const AppendSide& side, int token) {
+  const int slot = p.slots[token];
+  if (slot < 0 || slot >= p.num_slots) return;
+  const int64_t place = slot / p.page_size * side.page_stride + slot % p.page_size * side.token_stride;
+  const size_t bytes = side.dim * size_of(p.pool_type);
+  for (int64_t head = 0; head < p.kv_heads; ++head) {
+    std::memcpy((char*)side.pages + (place + head * side.head_stride) * size_of(p.pool_type),
+                (const char*)side.tokens + ((int64_t)token * p.kv_heads + head) * bytes, bytes);
+  }
+}
+
+}  // namespace
+
 Status append_cpu(const AppendParams& p) {
-  for (int n = 0; n < p.tokens; ++n) {
-    const int slot = p.slots[n];
-    if (slot < 0 || slot >= p.num_slots) continue;
-    const int64_t page = slot / p.page_size, at = slot % p.page_size;
-    for (int64_t head = 0; head < p.kv_heads; ++head) {
-      const int64_t from = (int64_t)n * p.kv_heads + head;
-      std::memcpy((char*)p.key_pages + page * p.page_stride + at * p.token_stride +
-                      head * p.head_stride,
-                  (const char*)p.new_key + from * p.key_bytes, p.key_bytes);
-      std::memcpy((char*)p.value_pages + page * p.v_page_stride + at * p.v_token_stride +
-                      head * p.v_head_stride,
-                  (const char*)p.new_value + from * p.value_bytes, p.value_bytes);
+  for (int token = 0; token < p.num_tokens; ++token) {
+    if (p.is_copy()) {
+      copy_token(p, p.k, token);
+      copy_token(p, p.v, token);
+    } else {
+      append_token(p, p.k, token, p.pairs);
+      append_token(p, p.v, token, 0);
     }
   }
   return {};

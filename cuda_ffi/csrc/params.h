@@ -55,16 +55,30 @@ struct DecodeParams {
   JF_BOTH int rows() const { return q_len * group; }
 };
 
-// pool[page, slot] = new[token] for slot_mapping[token] = page * page_size + slot.
+// What is stored of the keys, or of the values: pool[page, slot] = new[token] / scale.
+struct AppendSide {
+  void* pages;          // updated in place
+  const void* tokens;   // [tokens, Hk, dim]
+  const float* scale;   // [Hk] or [1]; null is 1
+  int64_t page_stride, token_stride, head_stride;  // of pages, in elements
+  int64_t scale_stride;                            // 0 where one number serves all heads
+  int dim;
+};
+
+// For slot_mapping[token] = page * page_size + slot. Keys may be rotated: channel c < pairs with
+// channel c + pairs, by the angle of which cos and sin are given.
 struct AppendParams {
-  void *key_pages, *value_pages;           // updated in place
-  const void *new_key, *new_value;         // [tokens, Hk, D], the pools' type
-  const int32_t* slots;                    // [tokens]; outside the pool: skipped
-  int64_t page_stride, token_stride, head_stride;        // of key_pages, in bytes
-  int64_t v_page_stride, v_token_stride, v_head_stride;  // of value_pages, in bytes
+  AppendSide k, v;
+  const int32_t* slots;    // [tokens]; outside the pool: skipped
+  const float *cos, *sin;  // [tokens, pairs]
+  DType token_type, pool_type;
   int64_t num_slots;
-  int tokens, kv_heads, page_size;
-  int key_bytes, value_bytes;  // of one token and head
+  int num_tokens, kv_heads, page_size, pairs;
+
+  // Whether what is stored is what is given.
+  JF_BOTH bool is_copy() const {
+    return token_type == pool_type && !k.scale && !v.scale && pairs == 0;
+  }
 };
 
 // An outcome: null `what` is success.
