@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from bench import cases, ladder, memory, profile, style, train
 from bench.cases import Case
-from bench.results import OURS, Run
+from bench.results import INACCURATE, OURS, Run
 from bench.style import BLACK, BLUE, GREY, SMALL, look
 
 Runs = Mapping[str, Run]
@@ -24,11 +24,11 @@ class StaleError(Exception):
 
 
 def _figures(run: Run, mode: str, attribute: str) -> dict[str, dict[str, float]]:
-    """{impl: {case: figure}} of one mode."""
+    """{impl: {case: figure}} of one mode, but for what must not be believed."""
     found: dict[str, dict[str, float]] = {}
     for row in run.rows:
         value = getattr(row, attribute)
-        if row.mode == mode and value is not None:
+        if row.mode == mode and value is not None and row.note != INACCURATE:
             found.setdefault(row.impl, {})[row.case] = value
     return found
 
@@ -42,6 +42,14 @@ def _need(found: Mapping[str, Mapping[str, float]], impls: Iterable[str], case: 
 def _length(tokens: float) -> str:
     """512, 4k, 128k."""
     return f"{tokens / 1024:.0f}k" if tokens >= 1024 else f"{tokens:.0f}"
+
+
+def _plot(
+    axes: Any, points: Iterable[tuple[float, float | None]], scale: float = 1.0, **options: Any
+) -> list[Any]:
+    """A line through the points that have a figure, times ``scale``."""
+    seen = [(x, y * scale) for x, y in points if y is not None]
+    return axes.plot([x for x, _ in seen], [y for _, y in seen], **options)
 
 
 def _handles(impls: Iterable[str]) -> list[Line2D]:
@@ -96,8 +104,7 @@ def _speed(run: Run, mode: str, title: str) -> Figure:
                     if (case.head_dim, case.is_causal) == (head_dim, is_causal)
                 }
                 points = [(n, found[impl].get(names[n])) for n in lengths]
-                x, y = zip(*((n, y) for n, y in points if y is not None), strict=True) or ((), ())
-                ax.plot(x, y, **look(impl, i).line, zorder=4 if impl == OURS else 3)
+                _plot(ax, points, **look(impl, i).line, zorder=4 if impl == OURS else 3)
             _roof(ax, run)
             ax.margins(x=0.12)
             _lengths_axis(ax, lengths)
@@ -222,10 +229,15 @@ def ladder_latency(runs: Runs) -> Figure:
         lines = []
         for number, (impl, color) in enumerate(zip(impls, colors, strict=True), 1):
             points = [(case.seq_len, found[impl].get(case.name)) for case in chosen]
-            x, y = zip(*((n, t / 1e3) for n, t in points if t is not None), strict=True)
-            marker, width = "os^vDPX"[number - 1], 2.4 if impl == OURS else 1.6
-            label = _step_label(number)
-            lines += ax.plot(x, y, color=color, marker=marker, label=label, lw=width)
+            lines += _plot(
+                ax,
+                points,
+                1e-3,
+                color=color,
+                marker="os^vDPX"[number - 1],
+                label=_step_label(number),
+                lw=2.4 if impl == OURS else 1.6,
+            )
         handles = handles or lines
         ax.set(title=f"D{head_dim}, causal", yscale="log", xlabel="tokens of a sequence")
         _lengths_axis(ax, [case.seq_len for case in chosen])
@@ -328,8 +340,7 @@ def memory_scaling(runs: Runs) -> Figure:
         highest = max(max(sizes.values()) for sizes in found.values()) / 2**30
         for i, impl in enumerate(style.in_order(found)):
             points = [(case.seq_len, found[impl].get(case.name)) for case in memory.CASES]
-            x, y = zip(*((n, size / 2**30) for n, size in points if size is not None), strict=True)
-            ax.plot(x, y, **look(impl, i).line)
+            _plot(ax, points, 2**-30, **look(impl, i).line)
             gone = [c.seq_len for c in memory.CASES if (impl, c.name) in missed]
             level = 2.2 * highest * 1.8**i
             ax.plot(gone, [level] * len(gone), "x", color=look(impl, i).color, mew=2)
@@ -391,7 +402,7 @@ def decode(runs: Runs) -> Figure:
                 continue
             batch, length = int(match[1]), int(match[2])
             sizes.setdefault(batch, {})[length] = case
-            rates[impl][case] = batch * length * _BYTES_OF_TOKEN / time_us / 1e3
+            rates[impl][case] = batch * length * _BYTES_OF_TOKEN / time_us / 1e6
     if not {1, 64} <= sizes.keys():
         raise StaleError("it has no contexts of one sequence and of 64")
     impls = [
@@ -402,13 +413,11 @@ def decode(runs: Runs) -> Figure:
     figure, axes = style.subplots(2, 2, 5.2, sharex="col", sharey="row")
     for column, batch in enumerate((1, 64)):
         lengths = sorted(sizes[batch])
-        for row, (found, factor) in enumerate(((times, 1.0), (rates, 1e-3))):
+        for row, found in enumerate((times, rates)):
             ax = axes[row, column]
             for i, impl in enumerate(impls):
-                points = [(n, found.get(impl, {}).get(sizes[batch][n])) for n in lengths]
-                seen = [(n, y * factor) for n, y in points if y is not None]
-                if seen:
-                    ax.plot(*zip(*seen, strict=True), **look(impl, i).line)
+                points = [(n, found[impl].get(sizes[batch][n])) for n in lengths]
+                _plot(ax, points, **look(impl, i).line)
             _lengths_axis(ax, lengths)
         axes[0, column].set(yscale="log", title=f"B{batch}")
         axes[1, column].set_xlabel("tokens of a context")

@@ -126,6 +126,7 @@ def footers(metas: Sequence[Meta]) -> list[str]:
 
 
 def save(figure: Figure, stem: Any) -> None:
-    """Writes ``stem.png`` and ``stem.svg``, without the time of day."""
-    figure.savefig(f"{stem}.png", metadata={"Software": None})
-    figure.savefig(f"{stem}.svg", metadata={"Date": None, "Creator": None})
+    """Writes ``stem.png`` and ``stem.svg``; the footer is in both as a description too."""
+    about = {"Description": figure.get_supxlabel()}
+    figure.savefig(f"{stem}.png", metadata={"Software": None, **about})
+    figure.savefig(f"{stem}.svg", metadata={"Date": None, "Creator": None, **about})
