@@ -72,12 +72,14 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
     """
     mask = operands.mask
     assert mask.kv_ends is not None
+    pools, layout = (operands.key, operands.value), _LAYOUTS[spec.page_layout]
+    if operands.kv_pages is not None:
+        pools, layout = (operands.kv_pages, operands.kv_pages), layout + 2
     kv_lens = jnp.broadcast_to(mask.kv_ends[:, 0], (spec.batch,))
     window = (-1, -1) if mask.window is None else mask.window
     arrays = (
         operands.query,
-        operands.key,
-        operands.value,
+        *pools,
         _or_nothing(operands.block_tables, np.int32),
         kv_lens,
         _or_nothing(operands.sinks),
@@ -94,7 +96,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
     # The third result is room for the parts of cut items: memory that XLA manages.
     out, lse, _ = jax.ffi.ffi_call(library.DECODE, results)(
         *arrays,
-        layout=np.int64(_LAYOUTS[spec.page_layout]),
+        layout=np.int64(layout),
         scale=np.float32(spec.scale),
         soft_cap=np.float32(spec.soft_cap or 0.0),
         is_causal=np.bool_(mask.is_causal),

@@ -275,7 +275,7 @@ def decode_attention(
 def paged_attention(
     query: Array,
     key_pages: Array,
-    value_pages: Array,
+    value_pages: Array | None,
     block_tables: Array,
     kv_lens: Array,
     *,
@@ -304,7 +304,8 @@ def paged_attention(
         key_pages: the pool ``[P, Hk, S, D]`` (``"HND"``) or ``[P, S, Hk, D]`` (``"NHD"``) of
             P pages of S tokens, in the query's dtype or quantised: float8_e4m3fn, float8_e5m2 or
             int8.
-        value_pages: likewise, with Dv for D.
+        value_pages: likewise, with Dv for D; None if ``key_pages`` is a pool of both,
+            ``[P, 2, Hk, S, D]`` or ``[P, 2, S, Hk, D]``, which under ``jax.jit`` is read in place.
         block_tables: int32 ``[B, max_pages]``, page numbers.
         kv_lens: int32 ``[B]``, tokens in the cache, the new ones included. Clipped to
             ``[0, max_pages * S]`` where their values are not known when the call is traced.

@@ -23,6 +23,7 @@ from jax_flash.spec import (
 
 Array = jax.Array
 
+_FUSED = "[P, 2, Hk, S, D] or [P, 2, S, Hk, D] without value_pages"
 _CHUNK = 16  # tokens that the kernels work on at a time
 
 
@@ -120,6 +121,12 @@ def paged_call(
     **terms: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """The canonical form of :func:`jax_flash.paged_attention`."""
+    kv_pages = None
+    if value_pages is None:
+        kv_pages = checks.as_array("key_pages", key_pages)
+        checks.check_rank("key_pages", kv_pages, (5,), _FUSED)
+        _check_fused(kv_pages)
+        key_pages, value_pages = kv_pages[:, 0], kv_pages[:, 1]
     query, key, value = _as_cache(
         ("key_pages", "value_pages"),
         "[P, Hk, S, D] or [P, S, Hk, D]",
@@ -152,7 +159,13 @@ def paged_call(
     visibility = _cache_mask(kv_lens, capacity, query.shape[1], is_causal, local_window_size)
     scales |= _chunk_ends(plan, batch)
     operands = Operands(
-        query=query, key=key, value=value, mask=visibility, block_tables=tables, **scales
+        query=query,
+        key=key,
+        value=value,
+        mask=visibility,
+        block_tables=tables,
+        kv_pages=kv_pages,
+        **scales,
     )
     return make_spec("paged", operands, page_layout=page_layout, **terms)
 
@@ -245,7 +258,7 @@ def append_call(
     names = ("key_pages",) if value_pages is None else ("key_pages", "value_pages")
     rank, layout = 4, "[P, Hk, S, D] or [P, S, Hk, D]"
     if value_pages is None:
-        rank, layout = 5, "[P, 2, Hk, S, D] or [P, 2, S, Hk, D] without value_pages"
+        rank, layout = 5, _FUSED
     for name, x in zip(names, (key_pages, value_pages), strict=False):
         pool = checks.as_array(name, x)
         checks.check_rank(name, pool, (rank,), layout)

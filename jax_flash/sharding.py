@@ -61,6 +61,7 @@ def roles_of_operands(spec: AttentionSpec, operands: Operands) -> Any:
         "query": (BATCH, None, Q_HEADS, None),
         "key": key,
         "value": key,
+        "kv_pages": (None, *key),
         "k_scale": key[:-1],
         "v_scale": key[:-1],
         "bias": (BATCH, Q_HEADS, None, None),

@@ -71,6 +71,8 @@ class Operands:
         block_tables: int32 ``[B, max_pages]``.
         k_scale: fp32, broadcastable to the axes of ``key`` without its last; None means 1.
         v_scale: fp32, likewise for ``value``.
+        kv_pages: the pool ``[P, 2, ...]`` of which ``key`` and ``value`` are slices, for kernels
+            that read it in place (then nobody needs the slices, and XLA drops them); else None.
         chunk_ends: int32 ``[B]``, of a :class:`jax_flash.DecodePlan`; a hint that changes nothing.
     """
 
@@ -85,6 +87,7 @@ class Operands:
     block_tables: Array | None = None
     k_scale: Array | None = None
     v_scale: Array | None = None
+    kv_pages: Array | None = None
     chunk_ends: Array | None = None
 
 

@@ -247,7 +247,8 @@ def _fold(
     for name in (field.name for field in dataclasses.fields(Operands)):
         must_expand = name in has_batch or (expand and name in Gradients._fields)
         leaf = functools.partial(_fold_leaf, size, spec.batch, expand=must_expand)
-        if name not in pool and name != "block_tables":
+        # A pool of keys and values is given up: its halves are folded.
+        if name not in pool and name not in ("block_tables", "kv_pages"):
             folded[name] = jax.tree.map(leaf, getattr(operands, name), getattr(mapped, name))
     if not pool:
         return Operands(**folded)

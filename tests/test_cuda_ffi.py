@@ -144,6 +144,29 @@ def copies(compiled, shape):
     return [line for line in lines if " copy(" in line and f"[{text}]" in line.split("copy(")[0]]
 
 
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_pool_of_keys_and_values_is_read_in_place(num_devices, request):
+    """No instruction makes a half of it, on one device or on its part of the heads."""
+    query, key, value, lens = cache([40, 9, 2, 17], (8, 4), (64, 64), 1, "bfloat16")
+    pools, tables = into_pages([key, value], lens, 8, "HND")
+    both = jnp.stack(pools, 1)
+    call = jax.jit(functools.partial(paged_attention, implementation="cuda"))
+    want = call(query, *pools, tables, lens)
+    arrays = [query, both, None, tables, lens]
+    if num_devices > 1:
+        mesh = request.getfixturevalue("mesh")
+        where = [(query, ("data", None, "model")), (both, (None, None, "model"))]
+        arrays[:2] = placed(mesh, *where)
+    text = call.lower(*arrays).compile().as_text()
+    assert library.DECODE in text
+    heads = 4 if num_devices == 1 else 2
+    assert f"[{len(both)},2,{heads},8,64]" in text
+    assert f"[{len(both)},{heads},8,64]" not in text
+    assert f"[{len(both)},1,{heads},8,64]" not in text
+    assert "all-gather" not in text
+    assert bits(call(*arrays)) == bits(want)
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_append_copies_no_pool(dtype, is_fused):

@@ -256,6 +256,43 @@ def test_every_term_counts_from_the_end_of_the_sequence(implementation):
             assert (got[1][3] == -INF).all(), "a sink makes no key"
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_pool_of_keys_and_values_is_read_as_two_are(dtype, layout, implementation):
+    query, key, value, lens = cache([40, 9, 0, 17], (4, 2), (64, 64), 2, "bfloat16")
+    if dtype == "int8":
+        key, value = ((20 * x.astype(np.float32)).astype(np.int8) for x in (key, value))
+    scales = dict(zip(KV_SCALES, (np.float32([0.03, 0.04]), np.float32(0.02)), strict=True))
+    for page_size in (16, 5):
+        pools, tables = into_pages([key, value], lens, page_size, layout)
+        static = {"page_layout": layout} | (scales if dtype == "int8" else {})
+        want = run(paged_attention, implementation, (query, *pools, tables, lens), static)
+        if want is None:
+            return
+        both = np.stack(pools, 1), None
+        got = run(paged_attention, implementation, (query, *both, tables, lens), static)
+        assert bits(got) == bits(want)
+
+
+def test_the_gradient_and_the_map_of_a_pool_of_both_are_those_of_two():
+    query, key, value, lens = cache([20, 9], (4, 2), (8, 8), 1)
+    pools, tables = into_pages([key, value], lens, 4, "HND")
+    pools = [np.nan_to_num(x, nan=0.0) for x in pools]
+
+    def loss(query, key_pages, value_pages):
+        return jnp.sum(jnp.sin(paged_attention(query, key_pages, value_pages, tables, lens)))
+
+    want = jax.grad(loss, (0, 1, 2))(query, *pools)
+    got = jax.grad(loss, (0, 1))(query, jnp.stack(pools, 1), None)
+    assert bits([got[0], got[1][:, 0], got[1][:, 1]]) == bits(list(want))
+    call = partial(paged_attention, block_tables=tables, kv_lens=lens)
+    stacked = jnp.stack([jnp.stack(pools, 1), 2 * jnp.stack(pools, 1)])
+    mapped = jax.vmap(lambda both: call(query, both, None))(stacked)
+    alone = call(query, stacked[1], None)
+    np.testing.assert_allclose(mapped[1], alone, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("window", [None, 0, (20, 3), 2**31 - 1])
 @pytest.mark.parametrize("q_len", [1, 5])
 def test_a_plan_counts_the_chunks_that_are_seen(q_len, window):
