@@ -44,22 +44,17 @@ def supports(spec: AttentionSpec, device: Device) -> str | None:
     return None
 
 
-def _term_reason(spec: AttentionSpec) -> str | None:
-    if spec.mask.array is not None:
-        return "a boolean mask array is not supported by the backward kernel"
-    for name in ("bias", "alibi_slopes", "sinks"):
-        if getattr(spec.arrays, name) is not None:
-            return f"{name}: not supported by the backward kernel"
-    if spec.soft_cap is not None:
-        return "logits_soft_cap is not supported by the backward kernel"
-    if spec.dropout_rate > 0.0:
-        return "dropout is not supported by the backward kernel"
-    return None
-
-
 def declines_gradient(spec: AttentionSpec) -> str | None:
     """Why the backward kernel does not compute a gradient of a call that the forward computes."""
-    return _term_reason(spec) or unproven_gradient(spec)
+    bias = spec.arrays.bias
+    if bias is not None and "bias" not in spec.constants:
+        is_column = backward_terms.is_column(bias, spec.kv_len)
+        if is_column and spec.soft_cap is not None:
+            return "no gradient of a bias of one column under logits_soft_cap"
+        whole = (spec.batch, spec.num_q_heads)
+        if spec.deterministic and bias.shape[2] > 1 and not is_column and bias.shape[:2] != whole:
+            return "the gradient of a broadcast bias is not added up in one order (deterministic)"
+    return unproven_gradient(spec)
 
 
 def unproven_gradient(spec: AttentionSpec) -> str | None:
@@ -71,6 +66,10 @@ def unproven_gradient(spec: AttentionSpec) -> str | None:
             "its gradients with lengths, segments or packed sequences have not passed their "
             "tests on a GPU yet"
         )
+    terms = (spec.mask.array, spec.arrays.bias, spec.arrays.alibi_slopes, spec.arrays.sinks)
+    has_terms = any(x is not None for x in terms) or spec.dropout_rate > 0.0
+    if has_terms or spec.soft_cap is not None:
+        return "its gradients with masks and terms have not passed their tests on a GPU yet"
     return None
 
 
@@ -204,7 +203,11 @@ def differentiate(
         dropout_rate=rate,
         num_blocks=num_blocks or _multiprocessors(),
     )
-    dq, dk, dv = backward_kernel.attention_backward(
+    wanted = backward_terms.Wanted(
+        bias=operands.bias is not None and "bias" not in spec.constants,
+        alibi_slopes=operands.alibi_slopes is not None and "alibi_slopes" not in spec.constants,
+    )
+    dq, dk, dv, sums = backward_kernel.attention_backward(
         problem,
         _padded(q, head_dim),
         _padded(k, head_dim),
@@ -218,6 +221,7 @@ def differentiate(
             operands.alibi_slopes,
             dropout_seeds=operands.dropout_seeds if rate > 0.0 else None,
         ),
+        wanted=wanted,
         deterministic=spec.deterministic,
         config=config,
         interpret=interpret,
@@ -225,10 +229,21 @@ def differentiate(
     dq = dq[:, : spec.q_len, :, : spec.head_dim] * np.float32(spec.scale)
     dk = dk[:, : spec.kv_len, :, : spec.head_dim]
     dv = dv[:, : spec.kv_len, :, : spec.value_dim]
-    dsinks = None
+    of_terms: dict[str, Array] = {}
     if operands.sinks is not None:
-        dsinks = backward_terms.sink_gradients(operands.sinks, lse, delta)
-    return Gradients(dq.astype(q.dtype), dk, dv, sinks=dsinks)
+        of_terms["sinks"] = backward_terms.sink_gradients(operands.sinks, lse, delta)
+    if operands.bias is not None and wanted.bias:
+        by_query = None
+        if backward_terms.is_column(operands.bias, spec.kv_len):
+            by_query = backward_terms.query_gradients(operands.sinks, lse, delta, do, residuals.out)
+        of_terms["bias"] = backward_terms.bias_gradient(
+            operands.bias, sums, by_query, spec.q_len, spec.kv_len
+        )
+    if operands.alibi_slopes is not None and wanted.alibi_slopes:
+        of_terms["alibi_slopes"] = backward_terms.slope_gradients(
+            operands.alibi_slopes, sums["dslopes"]
+        )
+    return Gradients(dq.astype(q.dtype), dk, dv, **of_terms)
 
 
 def can_have_empty_rows(mask: Mask, q_len: int, kv_len: int) -> bool:

@@ -50,6 +50,7 @@ from pallas_kernels import schedule as schedules
 from pallas_kernels.backward_body import scratch_tree
 from pallas_kernels.backward_config import GROUPS, BackwardConfig, default_config, head_group
 from pallas_kernels.backward_layouts import OwnGradients, OwnKeys
+from pallas_kernels.backward_terms import Wanted
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
 from pallas_kernels.terms import Arrays
@@ -71,10 +72,11 @@ def attention_backward(
     mask: Mask,
     arrays: Arrays | None = None,
     *,
+    wanted: Wanted | None = None,
     deterministic: bool = False,
     config: BackwardConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array, dict[str, Array]]:
     """Launches the kernel.
 
     With ``deterministic`` it is launched once for every few key tiles, and no two thread blocks of
@@ -91,13 +93,15 @@ def attention_backward(
         delta: fp32 ``[B, Hq, Tq]``, finite there.
         mask: with its arrays.
         arrays: of the terms; None is none.
+        wanted: gradients of terms; None is none.
         deterministic: whether dq must be bit-equal from run to run, as dk and dv always are.
         config: compile-time options; None takes :func:`default_config`.
         interpret: run in interpret mode, on a CPU.
 
     Returns:
         dq fp32 ``[B, Tq'', Hq, D]`` with surplus rows and without the factor ``scale``;
-        dk ``[B, Tk', Hk, D]`` and dv ``[B, Tk', Hk, Dv]``.
+        dk ``[B, Tk', Hk, D]`` and dv ``[B, Tk', Hk, Dv]``; and what
+        :func:`pallas_kernels.backward_terms.sums` declares.
     """
     config = config or default_config(problem)
     ops = Ops(interpret)
@@ -131,8 +135,9 @@ def attention_backward(
         affordable = _SLAB_BYTES // max(4 * math.prod(dq_shape), 1)
         slabs = max(min(num_kv_tiles, num_blocks // (batch * num_heads), affordable), 1)
     dq_shape = (slabs * batch, *dq_shape[1:])
+    extra = backward_terms.sums(problem, read, wanted or Wanted(), rows, keys)
     # A deterministic launch writes some rows of dk and dv, another launch the others.
-    sums = ("dq", "dk", "dv") if deterministic else ("dq",)
+    sums = (*(("dq", "dk", "dv") if deterministic else ("dq",)), *extra)
     outputs = {} if deterministic else {"dk": k, "dv": v}
 
     def body(*refs: Ref, **scratch: Ref) -> None:
@@ -143,7 +148,7 @@ def attention_backward(
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs.values()],
-        scratch_types=scratch_tree(problem, config, ops),
+        scratch_types=scratch_tree(problem, config, ops, tuple(extra)),
         grid=(num_blocks,),
         grid_names=("block",),
         num_threads=GROUPS + 1,
@@ -158,22 +163,24 @@ def attention_backward(
         ),
     )
 
-    def add_up(refs: tuple[Ref, Ref, Ref]) -> None:
-        dq, dk, dv = refs
+    def add_up(refs: Any) -> None:
+        dq, dk, dv, *others = refs
         if not deterministic:
             group = head_group(problem, config)
             table = schedules.make_for_keys(ranges, batch, num_heads, num_blocks, group)
-            dk[...], dv[...] = kernel(jnp.asarray(table), *inputs.values(), dq)
+            dk[...], dv[...] = kernel(jnp.asarray(table), *inputs.values(), dq, *others)
             return
         rounds = schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs)
         tables = jnp.asarray(rounds)
 
         def launch(number: Any, _: None) -> None:
-            kernel(tables[number], *inputs.values(), dq, dk, dv)
+            kernel(tables[number], *inputs.values(), dq, dk, dv, *others)
 
         lax.fori_loop(0, tables.shape[0], launch, None)
 
     # Not jax.new_ref: its effect would be seen outside, where custom derivatives know none.
-    zeros = jnp.zeros(dq_shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)
-    dq, dk, dv = pl.run_state(add_up)(zeros)
-    return dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0) if slabs > 1 else dq, dk, dv
+    zeros = [jnp.zeros(dq_shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)]
+    zeros += [jnp.zeros(x.shape, x.dtype) for x in extra.values()]
+    dq, dk, dv, *others = pl.run_state(add_up)(zeros)
+    dq = dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0) if slabs > 1 else dq
+    return dq, dk, dv, dict(zip(extra, others, strict=True))

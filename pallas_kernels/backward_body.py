@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash.mask import dropout_threshold
+from pallas_kernels import ops as primitives
 from pallas_kernels import schedule as schedules
 from pallas_kernels import tiles
 from pallas_kernels.backward_config import GROUPS, BackwardConfig
@@ -27,6 +28,7 @@ Ref = Any
 
 ROWS = tiles.WARPGROUP_ROWS
 _MEETING = 5  # the first named barrier that is not Mosaic's
+KEY_SUMS = ("dbias_keys", "dslopes")  # gradients of terms that are sums over queries
 FIRST_TURN = 6  # and a warpgroup's turn: one for each consumer
 
 
@@ -104,8 +106,11 @@ class Probabilities(NamedTuple):
     slopes: Array
 
 
-def scratch_tree(problem: Problem, config: BackwardConfig, ops: Ops) -> dict[str, Any]:
-    """Shared memory and barriers, by name."""
+def scratch_tree(
+    problem: Problem, config: BackwardConfig, ops: Ops, extra: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Shared memory and barriers, by name; ``extra`` are the gradients of terms."""
+    key_sums = sum(name in extra for name in KEY_SUMS)
     d, dv, dtype = problem.head_dim, problem.value_dim, problem.dtype
     block_q, block_kv, stages = config.block_q, config.block_kv, config.ds_buffers
     dq_shape = (ROWS, d if config.splits_rows else d // GROUPS)
@@ -137,6 +142,7 @@ def scratch_tree(problem: Problem, config: BackwardConfig, ops: Ops) -> dict[str
         "do_full": barriers(config.do_stages, 2),  # dO and delta
         "do_empty": barriers(config.do_stages),
         "row_keys_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if dropout else None,
+        "sums_s": plgpu.SMEM((GROUPS, key_sums, ROWS), jnp.float32) if key_sums else None,
         "meeting": None if ops.interpret is None else plgpu.Barrier(num_arrivals=GROUPS),
         "s_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
         "dp_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
@@ -144,6 +150,11 @@ def scratch_tree(problem: Problem, config: BackwardConfig, ops: Ops) -> dict[str
         "dv_acc": ops.accumulator_scratch(GROUPS, (ROWS, dv)),
         "dq_acc": ops.accumulator_scratch(GROUPS, dq_shape),
     }
+    columns = config.dq_columns or dq_shape[1]
+    if "dbias" in extra and ROWS % columns:
+        # One consumer makes dS', and it cannot be staged where dQ is.
+        assert config.own_gradients
+        tree["bias_s"] = tiles.buffer((1, ROWS, 32), jnp.float32)
     if config.own_gradients:
         tree |= {
             "p_s": buffer(block_kv, block_q),
@@ -318,17 +329,24 @@ class Kernel:
         at: KeyTile,
         process: Callable[[Step, Any], Any],
         carry: Any = None,
+        sums: tuple[Array, ...] = (),
     ) -> Any:
-        """Runs ``carry = process(step, carry)`` on all query tiles of all query heads."""
+        """Runs ``carry, sums = process(step, (carry, sums))`` on all tiles of all query heads.
+
+        Each head begins with the given ``sums``, and writes its own.
+        """
 
         def walk_head(g: Any, carry: Any) -> Any:
+            head = at.head * self.group + g
+
             def step(i: Any, masked: Any, carry: Any) -> Any:
                 turn = turns + g * (tile.hi - tile.lo) + i - tile.lo
-                head = at.head * self.group + g
                 row = i * self.config.block_q
                 return process(Step(turn, at.batch, at.slab, head, row, at.key, masked), carry)
 
-            return self.for_each_query_tile(tile, step, carry)
+            carry, total = self.for_each_query_tile(tile, step, (carry, sums))
+            self.store_sums(total, at, head)
+            return carry
 
         return self.for_each_query_head(walk_head, carry)
 
@@ -372,6 +390,10 @@ class Kernel:
 
     def clean_keys(self) -> None:
         """Cleans this warpgroup's part of the keys."""
+        raise NotImplementedError
+
+    def first_key(self, key: Any) -> Any:
+        """This warpgroup's first key of a tile that begins at ``key``."""
         raise NotImplementedError
 
     def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
@@ -522,6 +544,58 @@ class Kernel:
         if step.masked is not False:
             return lax.cond(step.masked, hide, lambda: ds)
         return ds
+
+    def no_sums(self) -> tuple[Array, ...]:
+        """Sums over queries of which there are none yet, for each of this warpgroup's keys."""
+        return tuple(self.ops.full_rows(ROWS, 0.0) for name in KEY_SUMS if name in self.refs)
+
+    def add_to_sums(
+        self, sums: tuple[Array, ...], ds: Array, step: Step, row: Any, key: Any
+    ) -> tuple[Array, ...]:
+        """Adds dS' of the queries from ``row`` on."""
+        if not sums:
+            return sums
+        total = ds.sum(axis=1)
+        more = []
+        if "dbias_keys" in self.refs:
+            more.append(total)
+        if "dslopes" in self.refs:  # the distance of each key and query, relative to this key
+            own = self.ops.float_iota(ROWS, primitives.ROWS)
+            other = self.terms.query_positions(step.batch, row, ds.shape[1], key, as_rows=False)
+            weighted = ds * lax.broadcast_in_dim(other, ds.shape, [1])
+            more.append(total * own - weighted.sum(axis=1))
+        return tuple(old + new for old, new in zip(sums, more, strict=True))
+
+    def store_sums(self, sums: tuple[Array, ...], at: KeyTile, head: Any) -> None:
+        """Writes the sums of one query head."""
+        if not sums:
+            return
+        staging = self.refs["sums_s"].at[self.warpgroup]
+        key = self.first_key(at.key)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for place, value in enumerate(sums):
+            staging[place] = value
+        plgpu.commit_smem()
+        names = [name for name in KEY_SUMS if name in self.refs]
+        for place, name in enumerate(names):
+            target = self.refs[name].at[at.batch, head, pl.ds(key, ROWS)]
+            plgpu.copy_smem_to_gmem(staging.at[place], target)
+
+    def add_to_bias(self, ds: Array, step: Step, row: Any, key: Any) -> None:
+        """Adds dS' to the bias's gradient in global memory, through shared memory."""
+        if "dbias" not in self.refs:
+            return
+        source = self.refs["dq_s"].at[self.warpgroup]
+        if "bias_s" in self.refs:
+            source = self.refs["bias_s"].at[0]
+        width = source.shape[1]
+        for first in range(0, ds.shape[1], width):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            source[...] = ds[:, first : first + width]
+            plgpu.commit_smem()
+            at = pl.ds(key, ROWS), pl.ds(row + first, width)
+            target = self.terms.of("dbias", step.batch, step.head).at[at]
+            self.ops.reduce_store(source, target)
 
     def add_to_dq(self, dq: Array, step: Step) -> None:
         """Adds this warpgroup's part of dQ of a step to global memory, through shared memory."""

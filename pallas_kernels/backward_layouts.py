@@ -67,6 +67,10 @@ class OwnKeys(Kernel):
         """This warpgroup's part of keys, values or dS'."""
         return self.refs[name].at[index, pl.ds(self.warpgroup * ROWS, ROWS)]
 
+    def first_key(self, key: Any) -> Any:
+        """This warpgroup's first key of a tile that begins at ``key``."""
+        return key + self.warpgroup * ROWS
+
     def clean_keys(self) -> None:
         """Cleans this warpgroup's part of the keys."""
         self.clean(self.own_keys("k_s"))
@@ -75,10 +79,11 @@ class OwnKeys(Kernel):
         """All of one key tile."""
 
         def walk(dk_acc: Ref, dv_acc: Ref) -> tuple[Array, Array]:
-            def step(step: Step, late: tuple[Any, Any]) -> tuple[Any, Any]:
-                return self.step(dk_acc, dv_acc, step, late)
+            def step(step: Step, carry: Any) -> Any:
+                return self.step(dk_acc, dv_acc, step, *carry)
 
-            row, head = self.for_each_step(tile, turns, at, step, (jnp.int32(-1), jnp.int32(0)))
+            none = jnp.int32(-1), jnp.int32(0)
+            row, head = self.for_each_step(tile, turns, at, step, none, self.no_sums())
             last = turns + self.group * (tile.hi - tile.lo) - 1
             late = Step(last, at.batch, at.slab, head, row, at.key, False)
             pl.when(row >= 0)(lambda: self.late_step(late, self.ops.opaque_zero()))
@@ -87,22 +92,29 @@ class OwnKeys(Kernel):
 
         dk, dv = self.accumulate(walk, ("dk_acc", "dv_acc"))
         self.meet()  # the other consumer has read these keys for its part of dQ
-        key = at.key + self.warpgroup * ROWS
+        key = self.first_key(at.key)
         self.store("dk", dk * self.problem.scale, self.own_keys("k_s"), at, key)
         self.store("dv", dv * self.value_scale, self.own_keys("v_s"), at, key)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.arrive("kv_empty")
 
-    def step(self, dk_acc: Ref, dv_acc: Ref, step: Step, late: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(
+        self,
+        dk_acc: Ref,
+        dv_acc: Ref,
+        step: Step,
+        late: tuple[Any, Any],
+        sums: tuple[Array, ...],
+    ) -> tuple[tuple[Any, Any], tuple[Array, ...]]:
         """One query tile; ``late`` is the row and head of the tile before, whose dQ is made now."""
         refs, config, ops = self.refs, self.config, self.ops
         zero = ops.opaque_zero()
         q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
         parts, width = config.parts, config.block_q // config.parts
         spans = [pl.ds(part * width, width) for part in range(parts)]
-        key = step.key + self.warpgroup * ROWS
+        key = self.first_key(step.key)
 
-        def gradients(*accs: Ref) -> list[Array]:
+        def gradients(*accs: Ref) -> tuple[list[Array], tuple[Array, ...]]:
             s_accs, dp_accs = accs[:parts], accs[parts:]
             self.wait("q_full", q_slot)
             self.await_turn()
@@ -113,7 +125,7 @@ class OwnKeys(Kernel):
                     self.wait("do_full", do_slot)
                 do = refs["do_s"].at[do_slot, span]
                 ops.matmul(dp_accs[part], self.own_keys("v_s", zero), do, transpose_b=True)
-            result = []
+            result, total = [], sums
             for part, span in enumerate(spans):
                 # Later products: S' and dP' of the parts to come, and dV of the parts before.
                 later = 2 * (parts - part) - 1 + part
@@ -128,13 +140,16 @@ class OwnKeys(Kernel):
                 p16 = p.kept.astype(self.problem.dtype)
                 delta = ops.load_shared_columns(refs["delta_s"].at[do_slot, span])
                 dp = ops.load_accumulator(dp_accs[part], wait=later - 1)
-                ds = self.score_gradients(step, p.slopes, dp, delta).astype(self.problem.dtype)
+                ds = self.score_gradients(step, p.slopes, dp, delta)
+                total = self.add_to_sums(total, ds, step, row, key)
+                self.add_to_bias(ds, step, row, key)
+                ds = ds.astype(self.problem.dtype)
                 ops.matmul_registers(dv_acc, p16, refs["do_s"].at[do_slot, span])
                 self.own_keys("ds_s", ds_slot).at[:, span][...] = ds
                 result.append(ds)
-            return result
+            return result, total
 
-        every_ds = self.accumulate(gradients, ("s_acc", "dp_acc"), parts)
+        every_ds, sums = self.accumulate(gradients, ("s_acc", "dp_acc"), parts)
         plgpu.commit_smem()
         self.arrive("ds_full", ds_slot)
         for span, ds in zip(spans, every_ds, strict=True):
@@ -154,7 +169,7 @@ class OwnKeys(Kernel):
             release()
 
         lax.cond(late[0] >= 0, make_late, make_none)
-        return step.row, step.head
+        return (step.row, step.head), sums
 
     def late_step(self, step: Step, zero: Any, release: Callable[[], None] | None = None) -> None:
         """Makes dQ of a step; ``release`` is run when the products before are done."""
@@ -173,6 +188,10 @@ class OwnKeys(Kernel):
 
 class OwnGradients(Kernel):
     """One consumer makes P' and dV of the 64 keys, the other dS' and dK, and both half of dQ."""
+
+    def first_key(self, key: Any) -> Any:
+        """This warpgroup's first key of a tile that begins at ``key``."""
+        return key
 
     def accumulator_shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes of the accumulators, by name."""
@@ -211,9 +230,12 @@ class OwnGradients(Kernel):
     def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
         """All of one key tile."""
 
-        def role(step: Callable[[Ref, Step], None], x: str, scale: float) -> None:
+        def role(step: Callable[..., Any], x: str, scale: float, sums: tuple[Array, ...]) -> None:
             def walk(acc: Ref) -> Array:
-                self.for_each_step(tile, turns, at, lambda it, _: step(acc, it))
+                def process(it: Step, carry: Any) -> Any:
+                    return None, step(acc, it, carry[1])
+
+                self.for_each_step(tile, turns, at, process, sums=sums)
                 return self.ops.load_accumulator(acc, wait=None)
 
             gradient = self.accumulate(walk, (f"d{x}_acc",))
@@ -224,12 +246,12 @@ class OwnGradients(Kernel):
 
         lax.cond(
             self.warpgroup == 0,
-            lambda: role(self.value_step, "v", self.value_scale),
-            lambda: role(self.key_step, "k", self.problem.scale),
+            lambda: role(self.value_step, "v", self.value_scale, ()),
+            lambda: role(self.key_step, "k", self.problem.scale, self.no_sums()),
         )
 
-    def value_step(self, dv_acc: Ref, step: Step) -> None:
-        """Makes P', hands it over, and adds to dV."""
+    def value_step(self, dv_acc: Ref, step: Step, sums: tuple[()]) -> tuple[()]:
+        """Makes P', hands it over, and adds to dV; the other warpgroup has the sums."""
         refs, ops = self.refs, self.ops
         zero = ops.opaque_zero()
         q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
@@ -258,14 +280,15 @@ class OwnGradients(Kernel):
         self.arrive("do_empty", do_slot)
         self.arrive("ds_empty", ds_slot)
         self.add_to_dq(dq, step)
+        return sums
 
-    def key_step(self, dk_acc: Ref, step: Step) -> None:
-        """Makes dS', hands it over, and adds to dK."""
+    def key_step(self, dk_acc: Ref, step: Step, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Makes dS', hands it over, and adds to dK and to sums over queries."""
         refs, ops = self.refs, self.ops
         zero = ops.opaque_zero()
         q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
 
-        def gradients(dp_acc: Ref) -> Array:
+        def gradients(dp_acc: Ref) -> tuple[Array, tuple[Array, ...]]:
             self.wait("do_full", do_slot)
             do = refs["do_s"].at[do_slot]
             ops.matmul(dp_acc, refs["v_s"].at[zero], do, transpose_b=True)
@@ -275,9 +298,12 @@ class OwnGradients(Kernel):
             self.wait("p_full")
             p = ops.load_shared_tile(refs["p_s"]).astype(jnp.float32)
             self.arrive("p_empty")
-            return self.score_gradients(step, p, dp, delta).astype(self.problem.dtype)
+            ds = self.score_gradients(step, p, dp, delta)
+            total = self.add_to_sums(sums, ds, step, step.row, step.key)
+            self.add_to_bias(ds, step, step.row, step.key)
+            return ds.astype(self.problem.dtype), total
 
-        ds = self.accumulate(gradients, ("dp_acc",))
+        ds, total = self.accumulate(gradients, ("dp_acc",))
         self.wait("ds_empty", ds_slot)
         refs["ds_s"].at[ds_slot][...] = ds
         plgpu.commit_smem()
@@ -287,3 +313,4 @@ class OwnGradients(Kernel):
         dq = self.query_gradients(ds_slot, zero)
         self.arrive("q_empty", q_slot)
         self.add_to_dq(dq, step)
+        return total

@@ -8,6 +8,9 @@ come with lse = +inf, like those that see nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -58,6 +61,46 @@ def inputs(
     return found, lse
 
 
+def is_column(bias: Array | jax.ShapeDtypeStruct, kv_len: int) -> bool:
+    """Whether a bias is the same for all keys, of which there are several."""
+    return bias.shape[3] == 1 and kv_len > 1
+
+
+class Wanted(NamedTuple):
+    """Which gradients beside those of q, k and v are asked for."""
+
+    bias: bool = False
+    alibi_slopes: bool = False
+
+
+def sums(
+    problem: Problem, read: Mapping[str, Array], wanted: Wanted, rows: int, keys: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the kernel adds up for them, fp32, by name.
+
+    Args:
+        problem: static facts.
+        read: of :func:`inputs`.
+        wanted: gradients.
+        rows: Tq rounded up to whole tiles.
+        keys: Tk rounded up to whole tiles.
+
+    Returns:
+        Some of ``dbias`` ``[B|1, Hq|1, keys, rows]``, the transposed gradient of a bias that is
+        neither of one row nor of one column; ``dbias_keys`` ``[B, Hq, keys]``, summed over
+        queries, of one of one row; ``dslopes`` likewise of the slopes, to be summed over keys.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    if wanted.bias and "bias" in read:
+        shapes["dbias"] = (*read["bias"].shape[:2], keys, rows)
+    by_key = (problem.batch, problem.num_q_heads, keys)
+    if wanted.bias and "bias_keys" in read:
+        shapes["dbias_keys"] = by_key
+    if wanted.alibi_slopes:
+        shapes["dslopes"] = by_key
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
 def _visible(array: Array, problem: Problem, keys: int) -> dict[str, Array]:
     """A boolean mask ``[B|1, Hq|1, Tq|1, Tk|1]`` as the kernel reads it."""
     if array.shape[2] == 1:
@@ -77,3 +120,51 @@ def sink_gradients(sinks: Array, lse: Array, delta: Array) -> Array:
     """
     by_element = -(jnp.exp(sinks[:, :, None] - lse) * delta).sum(axis=2)
     return by_element if sinks.shape[0] > 1 else by_element.sum(axis=0, keepdims=True)
+
+
+def bias_gradient(
+    bias: Array | jax.ShapeDtypeStruct,
+    sums: Mapping[str, Array],
+    by_query: Array | None,
+    q_len: int,
+    kv_len: int,
+) -> Array:
+    """The gradient of a bias.
+
+    Args:
+        bias: ``[B|1, Hq|1, Tq|1, Tk|1]``.
+        sums: of the kernel, as :func:`sums` declares them.
+        by_query: fp32 ``[B, Hq, Tq]``, of all logits of a query, for a bias of one column.
+        q_len: Tq.
+        kv_len: Tk.
+    """
+    if "dbias" in sums:
+        full = jnp.swapaxes(sums["dbias"][..., :kv_len, :q_len], 2, 3)
+        return full.astype(bias.dtype)
+    full = by_query[..., None] if by_query is not None else sums["dbias_keys"][:, :, None, :kv_len]
+    axes = [i for i, (n, m) in enumerate(zip(bias.shape, full.shape, strict=True)) if n < m]
+    return full.sum(axis=axes, keepdims=True).astype(bias.dtype)
+
+
+def query_gradients(sinks: Array | None, lse: Array, delta: Array, do: Array, out: Array) -> Array:
+    """Gradients of what all logits of a query have in common, without a soft cap: ``[B, Hq, Tq]``.
+
+    The gradients of the logits add up to ``do . out - delta * sum(p)``, where the probabilities add
+    up to what the sink leaves.
+
+    Args:
+        sinks: fp32 ``[B|1, Hq]`` or None.
+        lse: fp32 ``[B, Hq, Tq]``, natural; +inf where a row has no gradient.
+        delta: fp32 ``[B, Hq, Tq]``, finite there.
+        do: ``[B, Tq, Hq, Dv]``.
+        out: ``[B, Tq, Hq, Dv]``.
+    """
+    dot = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=3).transpose(0, 2, 1)
+    total = 1.0 if sinks is None else 1.0 - jnp.exp(sinks[:, :, None] - lse)
+    return jnp.where(lse < jnp.inf, dot - delta * total, 0.0)
+
+
+def slope_gradients(slopes: Array, dslopes: Array) -> Array:
+    """The gradient of ALiBi slopes ``[B|1, Hq]`` from the kernel's ``[B, Hq, keys]``."""
+    by_element = dslopes.sum(axis=2)
+    return by_element if slopes.shape[0] > 1 else by_element.sum(axis=0, keepdims=True)

@@ -144,20 +144,26 @@ class Terms:
         self, batch: Any, head: Any, row: Any, count: int, origin: Any, *, as_rows: bool
     ) -> Array | None:
         """fp32 ``[count]``: what the logits of each query have in common; None if nothing."""
-        load, layout = self._vectors(as_rows)
+        load, _ = self._vectors(as_rows)
         total = None
         if "bias_rows" in self.refs:
             total = load(self.of("bias_rows", batch, head).at[pl.ds(row, count)])
         if self.problem.has_alibi:
-            if "positions" in self.refs:
-                position = load(self._positions(batch).at[pl.ds(row, count)])
-                distance = (position - origin).astype(jnp.float32)
-            else:
-                first = row + self.problem.mask.q_offset - origin
-                distance = self.ops.float_iota(count, layout) + first.astype(jnp.float32)
+            distance = self.query_positions(batch, row, count, origin, as_rows=as_rows)
             term = distance * -self.scalar("slopes", batch, head)
             total = term if total is None else total + term
         return total
+
+    def query_positions(
+        self, batch: Any, row: Any, count: int, origin: Any, *, as_rows: bool
+    ) -> Array:
+        """fp32 ``[count]``: key positions of queries, relative to one."""
+        load, layout = self._vectors(as_rows)
+        if "positions" in self.refs:
+            position = load(self._positions(batch).at[pl.ds(row, count)])
+            return (position - origin).astype(jnp.float32)
+        first = row + self.problem.mask.q_offset - origin
+        return self.ops.float_iota(count, layout) + first.astype(jnp.float32)
 
     def of_keys(
         self, batch: Any, head: Any, key: Any, count: int, origin: Any, *, as_rows: bool

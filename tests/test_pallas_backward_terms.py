@@ -66,7 +66,9 @@ def check(got, want, names=("dq", "dk", "dv"), tolerance=5e-3):
         x = np.asarray(getattr(got, fields.get(name, name[1:])))
         assert np.isfinite(x.astype(np.float32)).all(), name
         error = np.linalg.norm(x.astype(np.float64).reshape(want[name].shape) - want[name])
-        assert error <= tolerance * max(np.linalg.norm(want[name]), 1e-30), (name, error)
+        # One number, in which most of its summands cancel.
+        allowed = 4 * tolerance if name == "dalibi_slopes" else tolerance
+        assert error <= allowed * max(np.linalg.norm(want[name]), 1e-30), (name, error)
 
 
 def mask_of(*shape, seed=8, threshold=-0.5):
@@ -198,8 +200,10 @@ def test_agrees_with_oracle(name):
     terms = keywords if terms is None else terms
     want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **terms)
     got = run(q, k, v, do, dlse, **keywords)
-    sinks = ("dsinks",) if "sinks" in keywords else ()
-    check(got, want, names=("dq", "dk", "dv", *sinks))
+    names = [f"d{name}" for name in ("bias", "alibi_slopes", "sinks") if name in keywords]
+    if "column, soft cap" in name:
+        names.remove("dbias")  # the kernel declines it
+    check(got, want, names=("dq", "dk", "dv", *names))
 
 
 def keep_of(key, rate, batch, num_heads, tq, tk):
@@ -280,6 +284,9 @@ def test_what_is_hidden_may_be_anything(name, d, soft_cap):
     check(got, want)
     for gradient in (got.key, got.value):
         assert not np.asarray(gradient, np.float32)[:, ::3].any()
+    if "bias" in keywords:
+        check(got, want, names=("dbias",))
+        assert not np.asarray(got.bias)[..., ::3].any()
 
 
 def test_queries_that_see_a_nan_in_the_bias_have_no_gradient():
