@@ -9,9 +9,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from bench import cases, ladder, memory, profile, style, train
+from bench import cases, ladder, memory, packed, profile, style, train
 from bench.cases import Case
 from bench.results import INACCURATE, OURS, Run
 from bench.style import BLACK, BLUE, GREY, SMALL, look
@@ -50,6 +50,31 @@ def _plot(
     """A line through the points that have a figure, times ``scale``."""
     seen = [(x, y * scale) for x, y in points if y is not None]
     return axes.plot([x for x, _ in seen], [y for _, y in seen], **options)
+
+
+def _bars(
+    axes: Any,
+    bars: Mapping[str, tuple[float, str]],
+    texts: Iterable[str],
+    room: float,
+    font_size: float = SMALL + 1,
+) -> None:
+    """Horizontal bars ``{label: (length, colour)}`` with a text at the end of each.
+
+    Args:
+        axes: where.
+        bars: from the top, if somebody inverts the vertical axis.
+        texts: one for each bar.
+        room: for the texts, as a part of the longest bar.
+        font_size: of the texts, in points.
+    """
+    lengths, colors = zip(*bars.values(), strict=True)
+    drawn = axes.barh(list(bars), lengths, color=colors)
+    axes.bar_label(drawn, list(texts), padding=3, fontsize=font_size)
+    axes.set_xlim(0, (1 + room) * (max(lengths) or 1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
 
 
 def _handles(impls: Iterable[str]) -> list[Line2D]:
@@ -262,15 +287,14 @@ def ladder_steps(runs: Runs) -> Figure:
         )
         _need(found, impls, case.name)
         values = [found[impl][case.name] for impl in impls]
-        colors = [BLUE if impl == OURS else style.SKY for impl in impls]
-        bars = ax.barh([_step_label(n) for n in range(1, 8)], values, color=colors)
         peak = run.meta.matmul_tflops
-        labels = [f"{v:.0f}" + (f" ({100 * v / peak:.0f} %)" if peak else "") for v in values]
-        ax.bar_label(bars, labels, padding=3, fontsize=SMALL + 1)
+        texts = [f"{v:.0f}" + (f" ({100 * v / peak:.0f} %)" if peak else "") for v in values]
+        bars = {
+            _step_label(n): (value, BLUE if impl == OURS else style.SKY)
+            for n, (impl, value) in enumerate(zip(impls, values, strict=True), 1)
+        }
+        _bars(ax, bars, texts, room=0.45)
         ax.set(title=f"D{head_dim}, causal, 4k tokens", xlabel="TFLOP/s")
-        ax.margins(x=0.46)
-        ax.grid(visible=False, axis="y")
-        ax.tick_params(axis="y", length=0)
     axes[0, 0].invert_yaxis()
     style.finish(figure, "The ladder, and its part of the matrix-product ceiling", [run.meta])
     return figure
@@ -301,19 +325,15 @@ def counters(runs: Runs) -> Figure:
             unit, factor = "million", 1e-6
         elif unit == "GB/s":
             unit, factor = "TB/s", 1e-3
-        values = []
-        for kernel in _KERNEL_LABELS:
+        bars = {}
+        for kernel, label in _KERNEL_LABELS.items():
             case = next(iter(amounts[name].get(kernel, {})), None)
             if case is None:
                 raise StaleError(f"it has no {name!r} of {kernel!r}")
-            values.append(amounts[name][kernel][case] * factor)
-        colors = [BLUE if k == "jax_flash_forward" else style.SKY for k in _KERNEL_LABELS]
-        bars = ax.barh(list(_KERNEL_LABELS.values()), values, color=colors)
-        ax.bar_label(bars, [f"{v:.3g}" for v in values], padding=3, fontsize=SMALL)
+            color = BLUE if kernel == "jax_flash_forward" else style.SKY
+            bars[label] = amounts[name][kernel][case] * factor, color
+        _bars(ax, bars, (f"{v:.3g}" for v, _ in bars.values()), room=0.3, font_size=SMALL)
         ax.set_title(f"{name}, {unit}")
-        ax.margins(x=0.28)
-        ax.grid(visible=False, axis="y")
-        ax.tick_params(axis="y", length=0)
     axes[0, 0].invert_yaxis()
     style.finish(figure, f"Counters of the ladder, {profile.CASE.name}", [run.meta])
     return figure
@@ -370,22 +390,45 @@ def train_step(runs: Runs) -> Figure:
         ):
             ax = axes[row, column]
             shown = [impl for impl in impls if name in found.get(impl, {})]
-            values = [found[impl][name] * factor for impl in shown]
-            bars = ax.barh(
-                [look(impl).label for impl in shown],
-                values,
-                color=[look(impl).color for impl in shown],
-            )
-            ax.bar_label(bars, [f"{v:.3g}" for v in values], padding=3)
+            bars = {look(i).label: (found[i][name] * factor, look(i).color) for i in shown}
+            _bars(ax, bars, (f"{v:.3g}" for v, _ in bars.values()), room=0.2)
             ax.set_xlabel(unit)
-            ax.margins(x=0.2)
-            ax.grid(visible=False, axis="y")
-            ax.tick_params(axis="y", length=0)
             if row == 0:
                 ax.set_title(f"{title}\nB{rest.removesuffix(' causal bf16')}")
     for ax in axes[:, 0]:
         ax.invert_yaxis()
     style.finish(figure, "Training steps, bf16, parameters and AdamW in fp32", [run.meta])
+    return figure
+
+
+_WAYS = {
+    OURS: "jax_flash, packed",
+    "fa3": "FlashAttention-3, packed",
+    f"{OURS} padded": "jax_flash, padded",
+    "cudnn padded": "cuDNN, padded",
+    "cudnn mask": "cuDNN, mask",
+}
+
+
+def documents(runs: Runs) -> Figure:
+    """Tokens per second of documents, packed, padded and masked."""
+    run = runs["packed"]
+    figure, axes = style.subplots(1, 2, 2.9, sharey=True)
+    for ax, mode in zip(axes[0], packed.MODES, strict=True):
+        found = _figures(run, mode, "amount")
+        _need(found, [OURS], packed.CASE.name)
+        bars = {
+            label: (
+                found.get(way, {}).get(packed.CASE.name, 0.0) / 1e6,
+                look(way.partition(" ")[0]).color,
+            )
+            for way, label in _WAYS.items()
+        }
+        _bars(ax, bars, (f"{v:.3g}" if v else "–" for v, _ in bars.values()), room=0.25)
+        ax.set(title=mode, xlabel="million tokens/s")
+    axes[0, 0].invert_yaxis()
+    title = "64 documents, 64k tokens in all, H16 D128 causal, bf16"
+    style.finish(figure, title, [run.meta])
     return figure
 
 
@@ -442,6 +485,7 @@ FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Runs], Figu
     "ladder_steps": (("ladder",), (), ladder_steps),
     "counters": (("profile",), (), counters),
     "memory": (("memory",), (), memory_scaling),
+    "packed": (("packed",), (), documents),
     "train_step": (("train",), (), train_step),
     "decode": (("decode",), (), decode),
 }

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from bench import cases, decode, figures, ladder, memory, profile, results, train
+from bench import cases, decode, figures, ladder, memory, packed, profile, results, train
 from bench.results import OURS, Meta, Row, Run
 
 pytest.importorskip("matplotlib")
@@ -63,6 +63,14 @@ def train_rows():
             yield Row(shape.name, impl, "memory", None, amount=2**33 / factor, unit="bytes")
 
 
+def packed_rows():
+    for mode in packed.MODES:
+        for impl, factor in zip(packed.WAYS, (1.0, 0.95, 0.9, 0.4, 0.02), strict=True):
+            amount = factor * (3e7 if mode == "fwd" else 1e7)
+            time_us = packed.CASE.seq_len / amount * 1e6
+            yield Row(packed.CASE.name, impl, mode, time_us, amount=amount, unit="tokens/s")
+
+
 def decode_rows():
     impls = ("jax_flash.cuda page16", "jax_flash.cuda page64", "cudnn", "flashinfer page16")
     for case in decode.CASES:
@@ -76,7 +84,7 @@ def decode_rows():
 def profile_rows():
     for i, kernel in enumerate(sorted(profile.expected_kernels())):
         launch = dict.fromkeys(profile.COUNTERS, 7.0 * (i + 1))
-        launch |= {"DRAM": 300.0 * i, "L2": 800.0 * i, "bank conflicts": 3e6 * i, "clock": 1.7}
+        launch |= {"DRAM": 300.0 * i, "L2": 800.0 * i, "bank conflicts": 0.0, "clock": 1.7}
         yield from profile.rows_of([{"kernel": kernel, **launch}])
 
 
@@ -86,6 +94,7 @@ def all_rows():
         "backward": speed(["bwd", "fwd+bwd"]),
         "ladder": ladder_rows(),
         "memory": memory_rows(),
+        "packed": packed_rows(),
         "train": train_rows(),
         "decode": decode_rows(),
         "profile": profile_rows(),
