@@ -32,7 +32,8 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
                             const CUtensorMap& value_map) {
   constexpr int kLog2DV = C::kDV == 64 ? 6 : C::kDV == 128 ? 7 : 8;
   extern __shared__ uint8_t raw[];
-  uint8_t* smem = (uint8_t*)(((uintptr_t)raw + 1023) & ~(uintptr_t)1023);
+  // An offset, since an address made from a number could be of any memory to the compiler.
+  uint8_t* smem = raw + (-smem_address(raw) & 1023u);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t ring = smem_address(smem) + warp * C::kStages * C::kStageBytes;
   const uint32_t barriers = smem_address(smem) + C::kRingBytes + warp * C::kStages * 8;

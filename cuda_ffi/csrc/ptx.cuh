@@ -38,6 +38,15 @@ JF_DEVICE int load_now(const int32_t* source) {
   return x;
 }
 
+// Three at once.
+JF_DEVICE void load_now(const int32_t* a, const int32_t* b, const int32_t* c, int& x, int& y,
+                        int& z) {
+  asm volatile(
+      "ld.global.nc.b32 %0, [%3];\nld.global.nc.b32 %1, [%4];\nld.global.nc.b32 %2, [%5];"
+      : "=&r"(x), "=&r"(y), "=&r"(z)
+      : "l"(a), "l"(b), "l"(c));
+}
+
 // ---- tensor cores
 
 JF_DEVICE void ldmatrix(uint32_t (&r)[4], uint32_t address) {

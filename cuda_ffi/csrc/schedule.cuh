@@ -53,43 +53,54 @@ struct Ranges {
 
   // By the whole block, which is synchronised at the end.
   static JF_DEVICE void fill(const DecodeParams& p, int* tables) {
-    if (p.chunk_ends != nullptr && adopt_plan(p, tables)) return;
-    if (threadIdx.x < 32) add_up(p, tables, threadIdx.x);
+    const bool has_plan = p.chunk_ends != nullptr;
+    const int32_t* ends = has_plan ? p.chunk_ends : p.kv_lens;
+    int* lengths = tables + p.batch + 1;
+    int is_right = has_plan;
+    for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
+      int raw, begin, end;
+      load_now(p.kv_lens + b, ends + max(b - 1, 0), ends + b, raw, begin, end);
+      const int chunks = chunks_of(p, raw);
+      lengths[b] = clipped(p, raw);
+      tables[b + 1] = has_plan ? end : chunks;
+      if (b == 0) {
+        tables[0] = has_plan ? end - chunks : 0;
+      } else {
+        is_right &= end - begin == chunks;
+      }
+    }
+    if (__syncthreads_and(is_right)) {
+      const int start = tables[0];
+      if (start == 0) return;
+      __syncthreads();
+      for (int b = threadIdx.x; b <= p.batch; b += blockDim.x) tables[b] -= start;
+    } else {
+      if (has_plan) {  // not that of these lengths
+        for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
+          tables[b + 1] = chunks_of(p, lengths[b]);
+        }
+        if (threadIdx.x == 0) tables[0] = 0;
+        __syncthreads();
+      }
+      if (threadIdx.x < 32) add_up(tables + 1, p.batch, threadIdx.x);
+    }
     __syncthreads();
   }
 
-  static JF_DEVICE bool adopt_plan(const DecodeParams& p, int* tables) {
-    const int start = p.chunk_ends[0] - visible_to_any(p, length_of(p, 0)).chunks();
-    int is_right = 1;
-    if (threadIdx.x == 0) tables[0] = 0;
-    for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
-      const int end = p.chunk_ends[b], length = length_of(p, b);
-      const int begin = b > 0 ? p.chunk_ends[b - 1] : start;
-      is_right &= end - begin == visible_to_any(p, length).chunks();
-      tables[b + 1] = end - start;
-      tables[p.batch + 1 + b] = length;
-    }
-    return __syncthreads_and(is_right);
+  static JF_DEVICE int chunks_of(const DecodeParams& p, int raw_length) {
+    return visible_to_any(p, clipped(p, raw_length)).chunks();
   }
 
-  static JF_DEVICE void add_up(const DecodeParams& p, int* tables, int lane) {
-    int* lengths = tables + p.batch + 1;
+  static JF_DEVICE void add_up(int* counts, int batch, int lane) {
     int carry = 0;
-    if (lane == 0) tables[0] = 0;
-#pragma unroll 2
-    for (int base = 0; base < p.batch; base += 32) {
-      const int b = base + lane;
-      const int length = b < p.batch ? length_of(p, b) : 0;
-      int sum = b < p.batch ? visible_to_any(p, length).chunks() : 0;
+    for (int b = lane; b - lane < batch; b += 32) {
+      int sum = b < batch ? counts[b] : 0;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
         const int below = __shfl_up_sync(~0u, sum, d);
         if (lane >= d) sum += below;
       }
-      if (b < p.batch) {
-        tables[b + 1] = carry + sum;
-        lengths[b] = length;
-      }
+      if (b < batch) counts[b] = carry + sum;
       carry += __shfl_sync(~0u, sum, 31);
     }
   }
