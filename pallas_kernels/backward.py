@@ -105,15 +105,19 @@ def attention_backward(
     """
     config = config or default_config(problem)
     ops = Ops(interpret)
-    ranges, edges = schedules.find_query_ranges(
-        mask, problem.q_len, problem.kv_len, config.block_q, config.block_kv
-    )
+    sizes = (problem.q_len, problem.kv_len, config.block_q, config.block_kv)
+    inputs = {}
+    if mask.array is None:
+        ranges, edges = schedules.find_query_ranges(mask, *sizes)
+    else:
+        heads = (problem.num_q_heads, problem.num_kv_heads)
+        inputs["visits"], ranges = schedules.find_query_visits(mask, problem.batch, *heads, *sizes)
+        edges = schedules.QueryEdges()
     batch, num_heads, num_kv_tiles = problem.batch, problem.num_kv_heads, ranges.lo.shape[1]
     num_blocks = min(problem.num_blocks, batch * num_heads * num_kv_tiles)
     if interpret is not None and not deterministic:
         num_blocks = 1  # adding to dq is not atomic there
     surplus = -problem.q_len % config.block_q
-    inputs = {}
     if not mask.has_static_ranges:
         bounds = mask.row_ranges(problem.q_len, problem.kv_len)
         for name, rows in zip(("row_start", "row_end"), bounds, strict=True):
@@ -127,7 +131,8 @@ def attention_backward(
     inputs |= read
     # Rows past the end, like rows without a gradient, have probabilities of exp2(0 - inf).
     padding = ((0, 0), (0, 0), (0, surplus))
-    lse = jnp.pad(lse * tiles.LOG2_E, padding, constant_values=jnp.inf)
+    unit = 1.0 if problem.is_wide else tiles.LOG2_E
+    lse = jnp.pad(lse * unit, padding, constant_values=jnp.inf)
     inputs |= {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": jnp.pad(delta, padding)}
     dq_shape = (batch, problem.q_len + surplus, problem.num_q_heads, problem.head_dim)
     slabs = 1

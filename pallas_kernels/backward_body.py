@@ -33,7 +33,10 @@ FIRST_TURN = 6  # and a warpgroup's turn: one for each consumer
 
 
 class Tile(NamedTuple):
-    """One row of the schedule: a key tile, and query tiles ``[lo, hi)`` with their full part."""
+    """One row of the schedule: a key tile, and query tiles ``[lo, hi)`` with their full part.
+
+    Where a boolean mask decides, ``hi`` is instead how many steps the key tile has.
+    """
 
     kv_tile: Any
     head: Any
@@ -188,8 +191,7 @@ class Kernel:
         self.slabs = refs["dq"].shape[0] // problem.batch
         self.terms = Terms(ops, problem, refs)
         self.value_scale = 1.0 / (1.0 - problem.dropout_rate)  # of dV
-        # Whether any tile may have hidden keys, whatever the edges say.
-        self.hides_anywhere = problem.bias is not None or problem.mask.array is not None
+        self.has_visits = "visits" in refs
         self.warpgroup = lax.axis_index("warpgroup")
 
     def run(self) -> None:
@@ -265,8 +267,6 @@ class Kernel:
         """Loads what one key tile needs; returns the steps made."""
         refs, config = self.refs, self.config
         batch, kv_head = self.batch_and_head(tile)
-        count = tile.hi - tile.lo
-
         of_queries = ("lse", "row_keys") if "row_keys" in refs else ("lse",)
 
         def load(x: str, vectors: Any, slot: Any, at: tuple[Any, ...], row: Any) -> None:
@@ -286,19 +286,62 @@ class Kernel:
             source = refs[x].at[batch, keys, kv_head]
             plgpu.copy_gmem_to_smem(source, refs[f"{x}_s"].at[0], refs[f"{x}_full"].at[0])
 
-        def load_head(g: Any, _: None) -> None:
+        def load_tile(turn: Any, at: tuple[Any, ...], row: Any) -> None:
+            load("q", of_queries, remainder(turn, config.q_stages), at, row)
+            load("do", ("delta",), remainder(turn, config.do_stages), at, row)
+
+        def load_head(g: Any, turns: Any) -> Any:
             at = batch, kv_head * self.group + g
+            if self.has_visits:
 
-            def load_tile(i: Any, _: None) -> None:
-                turn = turns + g * count + i
-                row = (tile.lo + i) * config.block_q
-                load("q", of_queries, remainder(turn, config.q_stages), at, row)
-                load("do", ("delta",), remainder(turn, config.do_stages), at, row)
+                def visit(turn: Any, row: Any, _: Any, carry: None) -> None:
+                    load_tile(turn, at, row)
 
-            lax.fori_loop(0, count, load_tile, None)
+                return self.for_each_visit(tile, *at, turns, visit, None)[0]
+            count = tile.hi - tile.lo
 
-        self.for_each_query_head(load_head)
-        return turns + self.group * count
+            def load_next(i: Any, _: None) -> None:
+                load_tile(turns + g * count + i, at, (tile.lo + i) * config.block_q)
+
+            lax.fori_loop(0, count, load_next, None)
+            return turns
+
+        self.for_each_query_head(load_head, turns)
+        return turns + self.num_steps(tile)
+
+    def num_steps(self, tile: Tile) -> Any:
+        """How many steps a key tile has."""
+        return tile.hi if self.has_visits else self.group * (tile.hi - tile.lo)
+
+    def for_each_visit(
+        self,
+        tile: Tile,
+        batch: Any,
+        head: Any,
+        turn: Any,
+        process: Callable[[Any, Any, Any, Any], Any],
+        carry: Any,
+    ) -> tuple[Any, Any]:
+        """Runs ``carry = process(turn, row, masked, carry)`` on the query tiles of a list.
+
+        Each entry is read one ahead, like the schedule's.
+
+        Returns:
+            The turn after the last, and the carry.
+        """
+        visits, num_heads = self.refs["visits"], self.problem.batch * self.problem.num_q_heads
+        place = batch * self.problem.num_q_heads + head
+        place = schedules.row_of(place, visits.shape[0], num_heads), tile.kv_tile
+        count = visits[*place, 0]
+
+        def step(i: Any, carry: Any) -> Any:
+            entry, carry = carry
+            following = visits[*place, i + 2]
+            row = lax.shift_right_logical(entry, 1) * self.config.block_q
+            return following, process(turn + i, row, (entry & 1) == 1, carry)
+
+        carry = lax.fori_loop(0, count, step, (visits[*place, 1], carry))[1]
+        return turn + count, carry
 
     # Consumers.
 
@@ -308,13 +351,13 @@ class Kernel:
         key = tile.kv_tile * self.config.block_kv
         self.wait("k_full")
         self.wait("v_full")
-        if self.hides_anywhere:
+        if self.problem.bias is not None or self.has_visits:
             self.clean_keys()
         elif self.edges.masked:
             has_masked = (tile.lo < tile.full_lo) | (tile.full_hi < tile.hi)
             pl.when(has_masked)(self.clean_keys)
         self.work(tile, turns, KeyTile(batch, self.slab(tile, batch), kv_head, key))
-        return turns + self.group * (tile.hi - tile.lo)
+        return turns + self.num_steps(tile)
 
     def slab(self, tile: Tile, batch: Any) -> Any:
         """Where dQ keeps its sum for a key tile of a batch element."""
@@ -335,6 +378,22 @@ class Kernel:
 
         Each head begins with the given ``sums``, and writes its own.
         """
+
+        def visit_head(g: Any, carry: Any) -> Any:
+            first, carry = carry
+            head = at.head * self.group + g
+
+            def visit(turn: Any, row: Any, masked: Any, carry: Any) -> Any:
+                return process(Step(turn, at.batch, at.slab, head, row, at.key, masked), carry)
+
+            following, (carry, total) = self.for_each_visit(
+                tile, at.batch, head, first, visit, (carry, sums)
+            )
+            self.store_sums(total, at, head)
+            return following, carry
+
+        if self.has_visits:
+            return self.for_each_query_head(visit_head, (turns, carry))[1]
 
         def walk_head(g: Any, carry: Any) -> Any:
             head = at.head * self.group + g
@@ -487,19 +546,20 @@ class Kernel:
         problem, ops = self.problem, self.ops
         of_queries = given.of_queries
         if of_queries is not None and problem.soft_cap is None:
-            lse, of_queries = lse - of_queries * tiles.LOG2_E, None
+            unit = 1.0 if problem.is_wide else tiles.LOG2_E
+            lse, of_queries = lse - of_queries * unit, None
         s = self.terms.scores(s, rows=given.of_keys, columns=of_queries, bias=given.bias)
 
         def hide() -> Array:
-            return jnp.where(self.visible(step, row, key, s.shape), s, -jnp.inf)
+            seen = jnp.where(self.visible(step, row, key, s.shape), s, -jnp.inf)
+            return self.hide_by_array(step, seen, given, row, key)
 
         x = s
         if step.masked is True:
             x = hide()
         elif step.masked is not False:
             x = lax.cond(step.masked, hide, lambda: s)
-        x = self.hide_by_array(step, x, given, row, key)
-        exponent = x * problem.scale_log2 - lax.broadcast_in_dim(lse, s.shape, [1])
+        exponent = tiles.exponent(x, lse, problem.scale_log2, wide=problem.is_wide, axis=1)
         if problem.bias is not None:
             # Far from 0, fp32 logits are apart by more than their probabilities allow.
             exponent = jnp.minimum(exponent, 0.0)
@@ -511,7 +571,8 @@ class Kernel:
             kept = jnp.maximum(p, 0.0)
         if problem.soft_cap is not None:
             # The score is a hyperbolic tangent t, with the derivative 1 - t^2; hidden: 0.
-            t = jnp.maximum(x, -1.0) if self.hides_anywhere or self.edges.masked else x
+            hides = problem.bias is not None or self.edges.masked
+            t = jnp.maximum(x, -1.0) if hides else x
             p = p * (1.0 - t * t)
         return Probabilities(kept, p)
 
@@ -539,7 +600,7 @@ class Kernel:
             # A hidden value may have made dP' anything.
             return jnp.where(p == 0.0, 0.0, ds)
 
-        if step.masked is True or self.hides_anywhere:
+        if step.masked is True or self.problem.bias is not None:
             return hide()
         if step.masked is not False:
             return lax.cond(step.masked, hide, lambda: ds)

@@ -128,9 +128,9 @@ class Problem:
         return extra or not self.has_plain_scores
 
     @property
-    def can_hide(self) -> bool:
-        """Whether a query may be kept from seeing a key."""
-        return self.bias is not None or not self.mask.is_trivial
+    def is_wide(self) -> bool:
+        """Whether a logit may be any number, also one that log2 units are too large for."""
+        return self.bias is not None and self.soft_cap is None
 
     @property
     def scale_log2(self) -> float:
@@ -198,7 +198,7 @@ def _spill_budget(problem: Problem) -> int:
     num_terms = min(sum(present), 2)
     if problem.head_dim + problem.value_dim > 384:
         # Where O is widest `recompute` spills, out of the way of all loops.
-        return (272 * problem.can_hide, 336, 512)[num_terms]
+        return (272, 336, 512)[num_terms]
     # Loops that branch into a mask spill a few registers, at their edges.
     branches = mask.window is not None or not mask.has_static_ranges or not mask.is_interval
     plain = (96 if problem.value_dim <= 64 else 32) if branches else 0

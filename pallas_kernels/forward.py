@@ -29,7 +29,7 @@ Constraints: fp16 or bf16; D and Dv of :data:`~pallas_kernels.config.HEAD_DIMS`;
 multiples of 8 (a tiled TMA copy needs that; the wrapper pads, the true lengths are in the problem).
 Missing rows of K and V are read as zeros, surplus rows of out are not written, lse has whole tiles.
 
-Hidden values: hidden scores are replaced, so that a NaN in K harms nobody. A hidden row of V that
+Bad values: hidden scores are replaced, so that a NaN in K harms nobody. A hidden row of V that
 shares a tile with visible ones is multiplied by 0, where NaN and inf survive: rows of O that end up
 with one are computed again, key by key (:mod:`pallas_kernels.recompute`).
 
@@ -162,11 +162,6 @@ class _Kernel:
         self.turn = _FIRST_NAMED_BARRIER + own
         self.next_turn = _FIRST_NAMED_BARRIER + following
 
-    @property
-    def may_need_mending(self) -> bool:
-        """Whether some rows see values that others do not."""
-        return self.problem.can_hide
-
     def run(self) -> None:
         config = self.config
         consumers = config.num_warpgroups
@@ -184,12 +179,11 @@ class _Kernel:
             if config.take_turns:  # what the last consumer gave the first
                 pl.when(self.warpgroup == 0)(self.await_turn)
             plgpu.wait_smem_to_gmem(0)
-            if self.may_need_mending:
 
-                @pl.when(self.any_of_warpgroup(bad_turns))
-                def _() -> None:
-                    self.for_each_tile(self.mend, bad_turns)
-                    plgpu.wait_smem_to_gmem(0)
+            @pl.when(self.any_of_warpgroup(bad_turns))
+            def _() -> None:
+                self.for_each_tile(self.mend, bad_turns)
+                plgpu.wait_smem_to_gmem(0)
 
         @pl.when(self.warpgroup == consumers)
         def _() -> None:
@@ -372,13 +366,15 @@ class _Kernel:
         if self.edges.skips_last:
             self.sit_out(steps + own.count, rest)
         sink = self.terms.scalar("sinks", *tile.place) if problem.has_sinks else None
-        inverse, lse = tiles.finish(stats, self.row_shift(tile), sink)
+        inverse, lse = tiles.finish(stats, self.row_shift(tile), sink, wide=problem.is_wide)
         o = o * lax.broadcast_in_dim(inverse * self.kept_scale, o.shape, [0])
         self.store(o, lse, *tile.place, tile.row)
         if config.share_out:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.arrive("q_empty")
-        return ops.any_nonfinite(o) if self.may_need_mending else jnp.bool_(False)
+        # Where lse is NaN already, a query or a key is to blame: there is nothing to mend.
+        is_known = lax.broadcast_in_dim(lse != lse, o.shape, [0])
+        return ops.any_nonfinite(jnp.where(is_known, 0.0, o))
 
     @property
     def kept_scale(self) -> float:
@@ -433,21 +429,19 @@ class _Kernel:
         signed = self.ops.drop(p, tile.drop_keys, column, seed, threshold, keys_axis=1)
         return jnp.maximum(signed, 0.0)
 
-    def store(self, o: Array, lse: Array | None, batch: Any, head: Any, row: Any) -> None:
+    def store(self, o: Array, lse: Array, batch: Any, head: Any, row: Any) -> None:
         """Begins to write this warpgroup's rows."""
         refs, group = self.refs, self.warpgroup
         rows = pl.ds(row, _ROWS)
         staging = refs["q_s" if self.config.share_out else "o_s"].at[group]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staging[...] = o.astype(self.problem.dtype)
-        if lse is not None:
-            refs["lse_s"][group] = lse
+        refs["lse_s"][group] = lse
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging, refs["out"].at[batch, rows, head], commit_group=False)
-        if lse is not None:
-            plgpu.copy_smem_to_gmem(
-                refs["lse_s"].at[group], refs["lse"].at[batch, head, rows], commit_group=False
-            )
+        plgpu.copy_smem_to_gmem(
+            refs["lse_s"].at[group], refs["lse"].at[batch, head, rows], commit_group=False
+        )
         plgpu.commit_smem_to_gmem_group()
 
     def mend(self, turn: Any, words: tuple[Any, ...], bad_turns: Any) -> Any:
@@ -474,17 +468,20 @@ class _Kernel:
             keys = keys[0], jnp.minimum(keys[1], problem.kv_len)
             lse = ops.load_rows(refs["lse"].at[batch, head, pl.ds(tile.row, _ROWS)])
             shift = self.row_shift(tile)
-            lse = lse if shift is None else lse - shift
+            m = (lse if shift is None else lse - shift) * (1.0 if problem.is_wide else tiles.LOG2_E)
 
             def weights(products: Array, column: Any) -> tuple[Array, Array]:
                 s = self.terms.scores(products, tile.terms, *self.beside(tile, column, 64))
                 s = self.hide(tile, s, column)
-                exponent = lax.broadcast_in_dim(lse * tiles.LOG2_E, s.shape, [0])
-                p = jnp.exp2(s * problem.scale_log2 - exponent) * self.kept_scale
+                exponent = tiles.exponent(s, m, problem.scale_log2, wide=problem.is_wide)
+                p = jnp.exp2(exponent) * self.kept_scale
                 return self.drop(tile, p, column), s != -jnp.inf
 
             o = recompute.recompute(ops, operands, tile.row, keys, weights)
-            self.store(o, None, *tile.place, tile.row)
+            # What is left has been seen: such a row is NaN in all its columns.
+            taint = (o - o).sum(axis=1)
+            o = o + lax.broadcast_in_dim(taint, o.shape, [0])
+            self.store(o, lse + taint, *tile.place, tile.row)
 
         return bad_turns
 
@@ -505,6 +502,7 @@ class _Kernel:
             tiles.softmax_step,
             scale_log2=self.problem.scale_log2,
             lazy_growth=config.lazy_growth,
+            wide=self.problem.is_wide,
         )
         score_shape = (_ROWS, config.block_kv)
 
@@ -544,7 +542,9 @@ class _Kernel:
         s = self.terms.scores(s, tile.terms, *beside)
         if self.edges.masked:
             s = self.hide(tile, s, column)
-        stats = tiles.first_stats(ops, _ROWS, partial_sums=config.partial_sums)
+        stats = tiles.first_stats(
+            ops, _ROWS, partial_sums=config.partial_sums, wide=self.problem.is_wide
+        )
         p, stats, _ = softmax(s, stats)
         p = self.drop(tile, p, column)
         alpha = ops.full_rows(_ROWS, 1.0)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -34,8 +35,7 @@ from pallas_kernels.ops import Ops
 Array = jax.Array
 Ref = Any
 
-# A bias is at least this, unless it hides: in log2 units it is then still a number.
-_LOWEST_BIAS = -1e38
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 class Arrays(NamedTuple):
@@ -97,11 +97,9 @@ def inputs(problem: Problem, mask: Mask, arrays: Arrays, rows: int, keys: int) -
 
 def _vector(bias: Array, size: int, padded: int) -> Array:
     """A bias ``[B|1, Hq|1, n|1]`` of one row or column as fp32 ``[B|1, Hq|1, padded]``."""
-    bias = bias.astype(jnp.float32)
-    lowered = jnp.where(jnp.isneginf(bias), bias, jnp.maximum(bias, _LOWEST_BIAS))
-    lowered = jnp.where(jnp.isposinf(bias), jnp.nan, lowered)
-    lowered = jnp.broadcast_to(lowered, (*bias.shape[:2], size))
-    return jnp.pad(lowered, ((0, 0), (0, 0), (0, padded - size)))
+    bias = jnp.where(jnp.isposinf(bias), jnp.nan, bias.astype(jnp.float32))
+    bias = jnp.broadcast_to(bias, (*bias.shape[:2], size))
+    return jnp.pad(bias, ((0, 0), (0, 0), (0, padded - size)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +217,9 @@ class Terms:
             hidden = gone if hidden is None else hidden | gone
             if problem.soft_cap is not None:
                 wide = jnp.where(wide == jnp.inf, jnp.nan, wide)
-            x = x + jnp.maximum(wide, _LOWEST_BIAS) * unit
+            x = x + wide * unit
         if problem.soft_cap is not None:
             x = 1.0 - 2.0 * self.ops.reciprocal(1.0 + jnp.exp2(x))
+        elif hidden is not None:  # a sum of finite numbers stays finite
+            x = jnp.maximum(x, _LOWEST)
         return x if hidden is None else jnp.where(hidden, -jnp.inf, x)

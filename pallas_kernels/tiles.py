@@ -112,23 +112,34 @@ def hide(ops: Ops, s: Array, bounds: RowBounds, column: Any, segments: Array | N
     return jnp.where(local.sees(ops.iota(s.shape, 1), segments, spread), s, -jnp.inf)
 
 
-def first_stats(ops: Ops, rows: int, *, partial_sums: bool) -> RowStats:
-    """Statistics of rows that have seen nothing."""
+def first_stats(ops: Ops, rows: int, *, partial_sums: bool, wide: bool = False) -> RowStats:
+    """Statistics of rows that have seen nothing; see :func:`softmax_step`."""
     l = ops.full_tile((rows, 8), 0.0) if partial_sums else ops.full_rows(rows, 0.0)
-    return RowStats(ops.full_rows(rows, LOWEST), l)
+    return RowStats(ops.full_rows(rows, LOWEST * 2 if wide else LOWEST), l)
+
+
+def exponent(s: Array, m: Array, scale_log2: float, *, wide: bool, axis: int = 0) -> Array:
+    """``log2(exp(logit - m))`` of scores; ``m`` has an entry for each place along ``axis``.
+
+    In log2 units, which saves an instruction; or with ``wide`` in those of the scores, where logits
+    may be as large as numbers can be.
+    """
+    m = lax.broadcast_in_dim(m, s.shape, [axis])
+    return (s - m) * scale_log2 if wide else s * scale_log2 - m
 
 
 def softmax_step(
-    s: Array, stats: RowStats, scale_log2: float, *, lazy_growth: float
+    s: Array, stats: RowStats, scale_log2: float, *, lazy_growth: float, wide: bool = False
 ) -> tuple[Array, RowStats, Array]:
     """One step of the online softmax.
 
     Args:
-        s: fp32 ``[rows, block_kv]``, unscaled scores; -inf is hidden.
+        s: fp32 ``[rows, block_kv]``, scores; -inf is hidden.
         stats: of the tiles before.
         scale_log2: factor from scores to log2 units.
         lazy_growth: m moves only when a row's maximum exceeds it by more than this, in log2 units.
             Terms then reach ``2 ** lazy_growth``, which fp32 sums and bf16 or fp16 terms hold.
+        wide: whether m is in the units of the scores, not log2 units (:func:`exponent`).
 
     Returns:
         ``p = exp2(s * scale_log2 - m)``, the new statistics, and ``alpha = exp2(m_old - m)`` by
@@ -136,12 +147,13 @@ def softmax_step(
     """
     m, l = stats
     partial_sums = l.ndim == 2
-    highest = s.max(axis=1) * scale_log2
-    new_m = jnp.maximum(m, highest)
+    unit = scale_log2 if wide else 1.0
+    highest = s.max(axis=1)
+    new_m = jnp.maximum(m, highest if wide else highest * scale_log2)
     if lazy_growth > 0.0:
-        new_m = jnp.where(new_m - m > lazy_growth, new_m, m)
-    alpha = jnp.exp2(m - new_m)
-    p = jnp.exp2(s * scale_log2 - lax.broadcast_in_dim(new_m, s.shape, [0]))
+        new_m = jnp.where(new_m - m > lazy_growth / unit, new_m, m)
+    alpha = jnp.exp2((m - new_m) * unit if wide else m - new_m)
+    p = jnp.exp2(exponent(s, new_m, scale_log2, wide=wide))
     if partial_sums:
         l = l * lax.broadcast_in_dim(alpha, l.shape, [0])
         for column in range(0, s.shape[1], l.shape[1]):
@@ -152,9 +164,13 @@ def softmax_step(
 
 
 def finish(
-    stats: RowStats, shift: Array | None = None, sink: Array | None = None
+    stats: RowStats,
+    shift: Array | None = None,
+    sink: Array | None = None,
+    *,
+    wide: bool = False,
 ) -> tuple[Array, Array]:
-    """What sums of ``exp2(score - m) v`` are to be multiplied by, and the natural log-sum-exp.
+    """What sums of ``exp(logit - m) v`` are to be multiplied by, and the natural log-sum-exp.
 
     0 and -inf for rows that saw nothing.
 
@@ -163,25 +179,27 @@ def finish(
         shift: fp32 ``[rows]``, what the logits of each row have beside their scores; -inf hides
             all keys.
         sink: fp32 scalar, one more logit.
+        wide: whether m is a logit, not in log2 units.
     """
     m, l = stats
+    unit = 1.0 if wide else LOG2_E
     if l.ndim == 2:
         l = l.sum(axis=1)
     if shift is not None:
         # A shift that is NaN or +inf makes a NaN of its row.
         l = jnp.where(shift == -jnp.inf, 0.0, l + shift * 0.0)
-        m = m + jnp.where(shift == -jnp.inf, 0.0, shift) * LOG2_E
+        m = m + jnp.where(shift == -jnp.inf, 0.0, shift) * unit
     # A NaN in l is not 0 and stays one.
     is_empty = l == 0.0
     factor: Any = 1.0
     if sink is not None:
-        sink_log2 = jnp.where(is_empty, m, sink * LOG2_E)
-        new_m = jnp.maximum(m, sink_log2)
-        factor = jnp.exp2(m - new_m)
-        l = l * factor + jnp.where(is_empty, 0.0, jnp.exp2(sink_log2 - new_m))
+        other = jnp.where(is_empty, m, sink * unit)
+        new_m = jnp.maximum(m, other)
+        factor, other = (jnp.exp2((x - new_m) * (LOG2_E / unit)) for x in (m, other))
+        l = l * factor + jnp.where(is_empty, 0.0, other)
         m = new_m
     inverse = jnp.where(is_empty, 0.0, factor / l)
-    return inverse, (m + jnp.log2(l)) * (1.0 / LOG2_E)
+    return inverse, m * (1.0 / unit) + jnp.log2(l) * (1.0 / LOG2_E)
 
 
 def visible_columns(
