@@ -24,8 +24,9 @@ PARENT_ENVIRONMENT = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 _CHILD_ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "default",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+    "XLA_CLIENT_MEM_FRACTION": "0.95",
 }
+_OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses both
 _MARK = "yielded: "
 _LINES_OF_ERROR = 3
 
@@ -40,12 +41,13 @@ def items(target: str, *arguments: Any, timeout_s: float) -> Iterator[Any]:
     Raises:
         DiedError: the function raised, the process crashed or took longer than ``timeout_s``.
     """
+    inherited = {name: value for name, value in os.environ.items() if name != _OLD_NAME}
     command = [sys.executable, "-m", "bench.isolated", target, json.dumps(arguments)]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **_CHILD_ENVIRONMENT},
+            env={**inherited, **_CHILD_ENVIRONMENT},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
