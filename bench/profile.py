@@ -136,37 +136,44 @@ def expected_kernels() -> set[str]:
     return parts | {*others, "jax_flash_forward", "jax_flash_backward"}
 
 
-def command(ncu: str) -> list[str]:
+def command(ncu: str, metrics: Sequence[str]) -> list[str]:
     """What is run: Nsight Compute around this module's other half."""
     return [
         ncu,
         *("--csv", "--page", "raw", "--print-units", "base", "--print-kernel-base", "function"),
         *("--clock-control", "none", "--kernel-name", f"regex:{_KERNELS}"),
-        *("--metrics", ",".join(counter.metric for counter in COUNTERS.values())),
+        *("--metrics", ",".join(metrics)),
         *(sys.executable, "-m", "bench.profile"),
     ]
 
 
 def _profile(ncu: str) -> str:
+    """What Nsight Compute prints, without the metrics that it says it does not know."""
     environment = {
         **os.environ,
         # Kernels in a graph would be profiled as a whole.
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=",
     }
-    result = subprocess.run(
-        command(ncu),
-        cwd=provenance.ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-    )
-    if result.returncode != 0:
+    metrics = [counter.metric for counter in COUNTERS.values()]
+    while True:
+        result = subprocess.run(
+            command(ncu, metrics),
+            cwd=provenance.ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+        print(result.stderr, end="", file=sys.stderr)
+        if result.returncode == 0:
+            return result.stdout
         lines = (result.stdout + result.stderr).splitlines()
-        said = [line for line in lines if line.startswith("==ERROR")] or lines[-5:]
-        raise ValueError(f"it ended with status {result.returncode}: {' '.join(said)}")
-    print(result.stderr, end="", file=sys.stderr)
-    return result.stdout
+        said = " ".join([x for x in lines if x.startswith("==ERROR==")] or lines[-5:])
+        unknown = [metric for metric in metrics if metric in said]
+        if not unknown or unknown == metrics:
+            raise ValueError(f"it ended with status {result.returncode}: {said}")
+        print(f"without {', '.join(unknown)}: {said}", file=sys.stderr)
+        metrics = [metric for metric in metrics if metric not in unknown]
 
 
 def parse(text: str) -> list[dict[str, Any]]:

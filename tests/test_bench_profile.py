@@ -109,10 +109,11 @@ def test_every_step_and_product_kernel_is_expected_and_asked_for():
     names = profile.expected_kernels()
     assert {"ladder_naive_softmax", "ladder_swizzle", "jax_flash_backward"} <= names
     assert len(names) == len(ladder.STAGES) - 1 + 3 + 2
-    asked = profile.command("ncu")
+    asked = profile.command("ncu", ["a", "b"])
     pattern = asked[asked.index("--kernel-name") + 1].removeprefix("regex:")
     assert all(re.search(pattern, name) for name in names)
     assert asked[asked.index("--clock-control") + 1] == "none"
+    assert asked[asked.index("--metrics") + 1] == "a,b"
     x = jax.ShapeDtypeStruct((1, 64, 1, 64), "bfloat16")
     for number, stage in ladder.STAGES.items():
         call = jax.jit(lambda x, n=number: ladder.attend(n, x, x, x))
@@ -134,13 +135,20 @@ def test_without_nsight_compute_it_says_so(monkeypatch, capsys):
     assert "/nowhere/ncu is neither" in capsys.readouterr().err
 
 
-def fake_ncu(tmp_path, text, status=0):
-    """A program that prints what Nsight Compute would."""
+def fake_ncu(tmp_path, text, status=0, unknown=None):
+    """A program that prints what Nsight Compute would, and one metric of which it may not know."""
     (tmp_path / "text").write_text(text)
     path = tmp_path / "ncu"
-    path.write_text(f"#!{sys.executable}\nprint(open({str(tmp_path / 'text')!r}).read())\n")
-    with path.open("a") as file:
-        file.write(f"raise SystemExit({status})\n")
+    lines = [f"#!{sys.executable}", "import sys"]
+    if unknown is not None:
+        message = f"==ERROR== Failed to find metric {unknown}"
+        lines += [
+            f"if {unknown!r} in ' '.join(sys.argv):",
+            f"    print({message!r})",
+            "    exit(9)",
+        ]
+    lines += [f"print(open({str(tmp_path / 'text')!r}).read())", f"exit({status})"]
+    path.write_text("\n".join(lines))
     path.chmod(0o755)
     return str(path)
 
@@ -161,6 +169,21 @@ def test_a_profile_is_written(tmp_path, monkeypatch, capsys):
     ncu = fake_ncu(tmp_path, "==ERROR== ERR_NVGPUCTRPERM: no permission", status=1)
     assert ran("--ncu", ncu, "--out", str(out)) == 2
     assert "ERR_NVGPUCTRPERM" in capsys.readouterr().err
+
+
+def test_a_metric_that_is_not_known_is_left_out(tmp_path, monkeypatch, capsys):
+    if jax.default_backend() == "gpu":
+        pytest.skip("a stand-in for a GPU needs a CPU")
+    pretend(monkeypatch)
+    out = tmp_path / "profile.json"
+    values = VALUES | {"L2": "n/a"}
+    text = output(*profile.expected_kernels(), values=values)
+    ncu = fake_ncu(tmp_path, text, unknown=profile.COUNTERS["L2"].metric)
+    assert ran("--ncu", ncu, "--out", str(out)) == 0
+    assert "without lts__t_bytes" in capsys.readouterr().err
+    notes = {row.mode: row.note for row in results.read(out).rows}
+    assert "lts__t_bytes" in notes["L2"]
+    assert notes["DRAM"] is None
 
 
 def test_the_command_line():
