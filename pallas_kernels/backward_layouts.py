@@ -84,7 +84,7 @@ class OwnKeys(Kernel):
 
             none = jnp.int32(-1), jnp.int32(0)
             row, head = self.for_each_step(tile, turns, at, step, none, self.no_sums())
-            last = turns + self.group * (tile.hi - tile.lo) - 1
+            last = turns + self.num_steps(tile) - 1
             late = Step(last, at.batch, at.slab, head, row, at.key, False)
             pl.when(row >= 0)(lambda: self.late_step(late, self.ops.opaque_zero()))
             load = self.ops.load_accumulator

@@ -306,7 +306,9 @@ def _row(head: int, num_heads: int, cost: tuple[tuple[float, ...], ...]) -> int:
 
 
 class QueryRanges(NamedTuple):
-    """Query tiles by key tile, for the backward pass: int32 ``[B|1, num_kv_tiles]``.
+    """Query tiles by key tile, for the backward pass: int32 ``[R, num_kv_tiles]``.
+
+    R is 1 or B; also B * Hk where a boolean array decides (:func:`find_query_visits`).
 
     Attributes:
         lo: with ``hi`` the query tiles to visit; those left out see nothing of the key tile.
@@ -373,6 +375,46 @@ def find_query_ranges(
     if xp is jnp or lo.size == 0:
         return ranges, QueryEdges()
     return ranges, QueryEdges(bool((first_full > lo).any()), bool((past_full < hi).any()))
+
+
+def find_query_visits(
+    mask: Mask,
+    batch: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    block_q: int,
+    block_kv: int,
+) -> tuple[Array, QueryRanges]:
+    """Query tiles of key tiles where a boolean array decides, and there may be gaps between them.
+
+    Returns:
+        visits: int32 ``[R, num_kv_tiles, 2 + num_q_tiles]``, R being 1, B or B * Hq: how many query
+            tiles see the key tile, and ``2 * query tile + (needs a mask)`` of each;
+        ranges: from 0 to how many those are of all query heads of a key head together.
+    """
+    assert mask.array is not None
+    some, every = _tiles_of_array(mask.array, q_len, kv_len, block_q, block_kv)
+    own = mask.tile_ranges(q_len, kv_len, block_q, block_kv)
+    lo, full_lo, full_hi, hi = (jnp.asarray(x)[:, None, :, None] for x in own)
+    kv_tile = jnp.arange(-(-kv_len // block_kv), dtype=jnp.int32)
+    visible = some & (lo <= kv_tile) & (kv_tile < hi)
+    full = every & (full_lo <= kv_tile) & (kv_tile < jnp.minimum(full_hi, kv_len // block_kv))
+    num_q_tiles = visible.shape[2]
+    q_tile = jnp.arange(num_q_tiles, dtype=jnp.int32)[:, None]
+    entries = jnp.where(visible, 2 * q_tile + jnp.where(full, 0, 1), 2 * num_q_tiles)
+    visits = jnp.swapaxes(jnp.sort(entries, axis=2), 2, 3)
+    count = visible.sum(axis=2, dtype=jnp.int32)
+    visits = jnp.concatenate([count[..., None], visits, jnp.zeros_like(count)[..., None]], axis=3)
+    group = num_q_heads // num_kv_heads
+    if count.shape[1] > 1:
+        visits, count = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (visits, count))
+        count = count.reshape(batch, num_kv_heads, group, -1).sum(axis=2)
+    else:
+        count = count * group
+    visits, count = (x.reshape(-1, *x.shape[2:]) for x in (visits, count))
+    return visits, QueryRanges(jnp.zeros_like(count), count, count, count)
 
 
 class _SeenByTile(NamedTuple):
@@ -470,7 +512,7 @@ def make_for_keys(
         xp: Any = np
     else:
         tiles, xp = _dealt(ranges, batch, num_kv_heads, num_blocks), jnp
-    return _key_words(ranges, tiles, num_kv_heads, xp)
+    return _key_words(ranges, tiles, batch * num_kv_heads, xp)
 
 
 def make_in_rounds(
@@ -491,16 +533,16 @@ def make_in_rounds(
     used = (place < num_places) & (kv_tile < num_kv_tiles)
     xp = np if isinstance(ranges.lo, np.ndarray) else jnp
     tiles = np.where(used, head * num_kv_tiles + kv_tile, -1)
-    return _key_words(ranges, tiles, num_kv_heads, xp)
+    return _key_words(ranges, tiles, batch * num_kv_heads, xp)
 
 
-def _key_words(ranges: QueryRanges, tiles: Any, num_kv_heads: int, xp: Any) -> Any:
-    """Expands tile numbers ``(batch * num_kv_heads + head) * num_kv_tiles + kv_tile``."""
+def _key_words(ranges: QueryRanges, tiles: Any, num_heads: int, xp: Any) -> Any:
+    """Expands tile numbers ``(b * Hk + h) * num_kv_tiles + kv_tile``; ``num_heads`` is B * Hk."""
     num_kv_tiles = ranges.lo.shape[1]
     used = tiles >= 0
     tile = xp.where(used, tiles, 0)
     head, kv_tile = tile // num_kv_tiles, tile % num_kv_tiles
-    row = xp.minimum(head // num_kv_heads, ranges.lo.shape[0] - 1)
+    row = row_of(head, ranges.lo.shape[0], num_heads)
     words = [xp.where(used, kv_tile, -1), head]
     words += [xp.asarray(x)[row, kv_tile] for x in ranges]
     return xp.stack(words, axis=-1).astype(xp.int32)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jax_flash import backends, calls, dot_product_attention, reference, vjp
-from jax_flash.mask import dropout_keep, dropout_seeds
+from jax_flash.mask import Mask, dropout_keep, dropout_seeds
 from jax_flash.spec import Residuals
-from pallas_kernels import backend
+from pallas_kernels import backend, schedule
 from pallas_kernels import backward_config as kernel_config
 from tests import oracle64
 from tests.kernel_cases import ON_GPU, WITH_RACES, i32, qkv, rand
@@ -79,6 +79,11 @@ def bias_of(*shape, dtype="float32"):
     """With some entries that hide."""
     bias = rand(6, *shape, dtype=dtype)
     return np.where(rand(5, *shape, dtype="float32") > 1.0, bias.dtype.type(-np.inf), bias)
+
+
+# Per head: tiles with nothing, with everything, and one that needs a look.
+BLOCKS = np.kron(mask_of(1, 4, 3, 5, threshold=0.2), np.ones((1, 1, 64, 64), bool))
+BLOCKS = BLOCKS[:, :, :140, :300] ^ (np.arange(300) == 70)
 
 
 # name: shapes, the call's keywords, the oracle's where they differ
@@ -162,6 +167,12 @@ CASES = {
         (2, 150, 70, 2, 1, 192),
         {"mask": mask_of(1, 2, 150, 70), "query_seq_lengths": i32(100, 3)},
         {"mask": mask_of(1, 2, 150, 70), "q_lengths": i32(100, 3)},
+    ),
+    "mask of blocks": ((2, 140, 300, 4, 2, 64), {"mask": BLOCKS}, None),
+    "mask of blocks, causal, own gradients": (
+        (1, 140, 300, 4, 1, 192),
+        {"mask": BLOCKS[:, :1], "is_causal": True, "q_offset": 160},
+        None,
     ),
     "mask of a row": ((2, 70, 130, 2, 1, 64), {"mask": mask_of(2, 1, 1, 130)}, None),
     "mask of a column": ((2, 70, 130, 2, 1, 128), {"mask": mask_of(1, 2, 70, 1)}, None),
@@ -308,3 +319,25 @@ def test_a_huge_bias_of_all_keys_leaves_other_rows_alone(columns):
     bias = np.array(bias, np.float32)
     want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, bias=bias)
     check(run(q, k, v, do, dlse, bias=bias), want)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lists_hold_the_query_tiles_that_see_a_key_tile(heads, is_causal):
+    """All of them and no others; those said to need no mask see all of it."""
+    mask = Mask(is_causal=is_causal, q_offset=160, array=jnp.asarray(BLOCKS[:, :heads]))
+    visits, ranges = schedule.find_query_visits(mask, 2, 4, 2, 140, 300, 64, 128)
+    visits, steps = np.asarray(visits), np.asarray(ranges.hi)
+    visible = np.asarray(mask.to_array(140, 300))
+    for row, by_key_tile in enumerate(visits):
+        seen = visible[0, row % heads]
+        for kv_tile, (count, *entries) in enumerate(by_key_tile):
+            blocks = [seen[i : i + 64, kv_tile * 128 :][:, :128] for i in range(0, 140, 64)]
+            assert [entry // 2 for entry in entries[:count]] == [
+                i for i, block in enumerate(blocks) if block.any()
+            ]
+            for entry in entries[:count]:
+                block = blocks[entry // 2]
+                assert entry % 2 == (not block.all() or block.shape[1] < 128)
+    counts = visits[:, :, 0].reshape(-1, min(heads, 2), 3).sum(axis=1)
+    np.testing.assert_array_equal(steps, counts if heads > 1 else 2 * counts)
