@@ -471,7 +471,9 @@ class _Kernel:
             m = (lse if shift is None else lse - shift) * (1.0 if problem.is_wide else tiles.LOG2_E)
 
             def weights(products: Array, column: Any) -> tuple[Array, Array]:
-                s = self.terms.scores(products, tile.terms, *self.beside(tile, column, 64))
+                s = self.terms.scores(
+                    products, tile.terms, *self.beside(tile, column, recompute.KEYS)
+                )
                 s = self.hide(tile, s, column)
                 exponent = tiles.exponent(s, m, problem.scale_log2, wide=problem.is_wide)
                 p = jnp.exp2(exponent) * self.kept_scale

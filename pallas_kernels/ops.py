@@ -176,7 +176,8 @@ class Ops:
             s: fp32 ``[m, n]``.
             words: int32 ``[rows | 1, 4 * blocks]`` in global memory.
             row: of ``words``, of the tile's first row; later ones past the end are the last.
-            column: of the mask, of the tile's first column: a multiple of 64.
+            column: of the mask, of the tile's first column: a multiple of 8; the tile must not cross
+                a multiple of 128.
         """
         if self.interpret is None:
             return _hide_by_bits(s, words, *(jnp.asarray(x, jnp.int32) for x in (row, column)))

@@ -25,7 +25,7 @@ from pallas_kernels.ops import Ops
 Array = jax.Array
 Ref = Any
 
-_KEYS = 64  # of a tile
+KEYS = 16  # of a tile: the fewest for which dropout is drawn
 
 
 class Operands(NamedTuple):
@@ -56,8 +56,8 @@ def recompute(
         operands: of the rows' batch element and head.
         row: the first of the rows.
         keys: the first key and the one past the last that any of the rows may see.
-        weights: from products fp32 ``[rows, 64]`` with the 64 keys from a given one on, a multiple
-            of 64: probabilities, and which keys are seen.
+        weights: from products fp32 ``[rows, KEYS]`` with the keys from a given one on, a multiple of
+            KEYS: probabilities, and which keys are seen.
 
     Returns:
         fp32 ``[rows, Dv]``; 0 for rows that see nothing.
@@ -67,7 +67,7 @@ def recompute(
     head_dim, value_dim = k.shape[1], v.shape[1]
     shape = (num_rows, value_dim)
     width = math.gcd(head_dim, 64)
-    tile_shape = (num_rows, _KEYS)
+    tile_shape = (num_rows, KEYS)
 
     def add(key: Any, out: Array) -> Array:
         s = ops.full_rows(num_rows, 0.0)
@@ -77,7 +77,7 @@ def recompute(
             column = ops.load_columns(k.at[key, columns]).astype(jnp.float32)
             s = s + (rows * lax.broadcast_in_dim(column, rows.shape, [1])).sum(axis=1)
         # A whole tile for one of its columns: so the terms are those of the tensor cores' tiles.
-        own = lax.rem(key, jnp.int32(_KEYS))
+        own = lax.rem(key, jnp.int32(KEYS))
         p, is_seen = weights(lax.broadcast_in_dim(s, tile_shape, [0]), key - own)
         is_own = ops.iota(tile_shape, 1) == own
         p = jnp.where(is_own, p, 0.0).sum(axis=1)
