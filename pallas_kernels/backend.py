@@ -47,13 +47,13 @@ def supports(spec: AttentionSpec, device: Device) -> str | None:
 def declines_gradient(spec: AttentionSpec) -> str | None:
     """Why the backward kernel does not compute a gradient of a call that the forward computes."""
     bias = spec.arrays.bias
-    if bias is not None and "bias" not in spec.constants:
-        is_column = backward_terms.is_column(bias, spec.kv_len)
-        if is_column and spec.soft_cap is not None:
-            return "no gradient of a bias of one column under logits_soft_cap"
-        whole = (spec.batch, spec.num_q_heads)
-        if spec.deterministic and bias.shape[2] > 1 and not is_column and bias.shape[:2] != whole:
-            return "the gradient of a broadcast bias is not added up in one order (deterministic)"
+    if bias is not None and "bias" not in spec.constants and spec.deterministic:
+        if backward_terms.is_column(bias, spec.kv_len):
+            in_order = spec.soft_cap is None
+        else:
+            in_order = bias.shape[2] == 1 or bias.shape[:2] == (spec.batch, spec.num_q_heads)
+        if not in_order:
+            return "deterministic=True: the gradient of this bias is added up in any order"
     return unproven_gradient(spec)
 
 
@@ -234,7 +234,7 @@ def differentiate(
         of_terms["sinks"] = backward_terms.sink_gradients(operands.sinks, lse, delta)
     if operands.bias is not None and wanted.bias:
         by_query = None
-        if backward_terms.is_column(operands.bias, spec.kv_len):
+        if backward_terms.is_column(operands.bias, spec.kv_len) and spec.soft_cap is None:
             by_query = backward_terms.query_gradients(operands.sinks, lse, delta, do, residuals.out)
         of_terms["bias"] = backward_terms.bias_gradient(
             operands.bias, sums, by_query, spec.q_len, spec.kv_len

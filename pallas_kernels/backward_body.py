@@ -1,6 +1,7 @@
-"""What both layouts of the backward kernel share: producer, walk over tiles, masks, dQ.
+"""What both layouts of the backward kernel share: producer, walk over tiles, dQ.
 
-The algorithm is described in :mod:`pallas_kernels.backward`.
+The algorithm is described in :mod:`pallas_kernels.backward`, the algebra of a tile is in
+:mod:`pallas_kernels.backward_tiles`.
 """
 
 from __future__ import annotations
@@ -14,21 +15,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash.mask import dropout_threshold
-from pallas_kernels import ops as primitives
 from pallas_kernels import schedule as schedules
 from pallas_kernels import tiles
 from pallas_kernels.backward_config import GROUPS, BackwardConfig
+from pallas_kernels.backward_tiles import KEY_SUMS, ROWS, Step, Tiles
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops, loop_between
-from pallas_kernels.terms import Terms
 
 Array = jax.Array
 Ref = Any
 
-ROWS = tiles.WARPGROUP_ROWS
 _MEETING = 5  # the first named barrier that is not Mosaic's
-KEY_SUMS = ("dbias_keys", "dslopes")  # gradients of terms that are sums over queries
 FIRST_TURN = 6  # and a warpgroup's turn: one for each consumer
 
 
@@ -53,60 +50,6 @@ class KeyTile(NamedTuple):
     slab: Any
     head: Any
     key: Any
-
-
-class Step(NamedTuple):
-    """One query tile of one query head.
-
-    Attributes:
-        turn: how many steps this thread block has made.
-        batch: batch element.
-        slab: where dQ keeps this batch element's part.
-        head: query head.
-        row: first query.
-        key: first key of the thread block.
-        masked: whether keys may be hidden: False, True, or a traced bool.
-    """
-
-    turn: Any
-    batch: Any
-    slab: Any
-    head: Any
-    row: Any
-    key: Any
-    masked: Any
-
-
-class Given(NamedTuple):
-    """What the terms of a call say about a tile of scores, read before the scores are there.
-
-    Attributes:
-        of_keys: fp32, one entry a row: what is added to the logits of each key; None for nothing.
-        of_queries: fp32, one entry a column: likewise of each query.
-        bias: the tile's bias, or None.
-        visible: fp32, one entry a row: 0 hides a key from all queries; None hides none.
-        row_keys: int32, one entry a column, for dropout, or None.
-        seed: int32 scalar, likewise.
-    """
-
-    of_keys: Array | None
-    of_queries: Array | None
-    bias: Array | None
-    visible: Array | None
-    row_keys: Array | None
-    seed: Any
-
-
-class Probabilities(NamedTuple):
-    """P' of a tile, in the forms that products need; the same array where there is no difference.
-
-    Attributes:
-        kept: factors of dO in dV: without what is dropped (and without ``1 / (1 - rate)``).
-        slopes: times the soft cap's derivative; negative where dropped.
-    """
-
-    kept: Array
-    slopes: Array
 
 
 def scratch_tree(
@@ -155,9 +98,9 @@ def scratch_tree(
     }
     columns = config.dq_columns or dq_shape[1]
     if "dbias" in extra and ROWS % columns:
-        # One consumer makes dS', and it cannot be staged where dQ is.
-        assert config.own_gradients
-        tree["bias_s"] = tiles.buffer((1, ROWS, 32), jnp.float32)
+        # Where dQ is staged there is no room for whole pieces of dS'.
+        makers = 1 if config.own_gradients else GROUPS
+        tree["bias_s"] = tiles.buffer((makers, ROWS, 32), jnp.float32)
     if config.own_gradients:
         tree |= {
             "p_s": buffer(block_kv, block_q),
@@ -171,7 +114,7 @@ def scratch_tree(
     return {name: item for name, item in tree.items() if item is not None}
 
 
-class Kernel:
+class Kernel(Tiles):
     """The kernel's body; one instance a trace, holding static facts and references."""
 
     def __init__(
@@ -182,17 +125,10 @@ class Kernel:
         edges: schedules.QueryEdges,
         refs: dict[str, Ref],
     ):
-        self.problem = problem
+        super().__init__(problem, ops, edges, refs)
         self.config = config
-        self.ops = ops
-        self.edges = edges
-        self.refs = refs
         self.group = problem.num_q_heads // problem.num_kv_heads
         self.slabs = refs["dq"].shape[0] // problem.batch
-        self.terms = Terms(ops, problem, refs)
-        self.value_scale = 1.0 / (1.0 - problem.dropout_rate)  # of dV
-        self.has_visits = "visits" in refs
-        self.warpgroup = lax.axis_index("warpgroup")
 
     def run(self) -> None:
         """What this warpgroup does."""
@@ -389,7 +325,7 @@ class Kernel:
             following, (carry, total) = self.for_each_visit(
                 tile, at.batch, head, first, visit, (carry, sums)
             )
-            self.store_sums(total, at, head)
+            self.store_sums(total, at.batch, head, self.first_key(at.key))
             return following, carry
 
         if self.has_visits:
@@ -404,7 +340,7 @@ class Kernel:
                 return process(Step(turn, at.batch, at.slab, head, row, at.key, masked), carry)
 
             carry, total = self.for_each_query_tile(tile, step, (carry, sums))
-            self.store_sums(total, at, head)
+            self.store_sums(total, at.batch, head, self.first_key(at.key))
             return carry
 
         return self.for_each_query_head(walk_head, carry)
@@ -482,181 +418,6 @@ class Kernel:
         value = self.ops.load_tile(ref).astype(jnp.float32)
         ref[...] = jnp.where(jnp.abs(value) < jnp.inf, value, 0.0).astype(self.problem.dtype)
         plgpu.commit_smem()
-
-    def bounds(self, batch: Any, row: Any, count: int) -> tiles.RowBounds:
-        """What ``count`` queries see."""
-        mask, rows = self.problem.mask, pl.ds(row, count)
-        if "row_start" in self.refs:
-            start = self.ops.load_columns(self.of_batch("row_start", batch).at[rows])
-            end = self.ops.load_columns(self.of_batch("row_end", batch).at[rows])
-        else:
-            position = self.ops.column_iota(count) + (row + mask.q_offset)
-            start, end = mask.static_interval(position, self.problem.kv_len)
-            start = None if isinstance(start, int) else start
-        segments = None
-        if mask.q_segments is not None:
-            segments = self.ops.load_columns(self.of_batch("q_segments", batch).at[rows])
-        return tiles.RowBounds(start, end, segments)
-
-    def visible(self, step: Step, row: Any, key: Any, shape: tuple[int, int]) -> Array:
-        """Which of the keys from ``key`` on the queries from ``row`` on see."""
-        segments = None
-        if self.problem.mask.kv_segments is not None:
-            keys = pl.ds(key, shape[0])
-            segments = self.ops.load_rows(self.of_batch("kv_segments", step.batch).at[keys])
-        bounds = self.bounds(step.batch, row, shape[1])
-        return tiles.visible_columns(self.ops, shape, bounds, key, segments)
-
-    def of_batch(self, name: str, batch: Any) -> Ref:
-        """Of an array ``[B|1, ...]`` the element's part."""
-        ref = self.refs[name]
-        return ref.at[batch if ref.shape[0] > 1 else 0]
-
-    def given(self, step: Step, row: Any, key: Any, shape: tuple[int, int], place: Any) -> Given:
-        """Reads what terms say about a tile.
-
-        Args:
-            step: the step.
-            row: first query.
-            key: first key.
-            shape: keys by queries.
-            place: where in the ring of Q these queries are.
-        """
-        terms, (num_keys, num_queries) = self.terms, shape
-        at, names = (step.batch, step.head), self.refs
-        of_keys = of_queries = bias = visible = row_keys = seed = None
-        if not self.problem.has_plain_scores:
-            # Positions are relative to the tile's first key: large ones then cost no accuracy.
-            of_keys = terms.of_keys(*at, key, num_keys, key, as_rows=True)
-            of_queries = terms.of_queries(*at, row, num_queries, key, as_rows=False)
-        if "bias" in names:
-            tile = terms.of("bias", *at).at[:, pl.ds(row, num_queries)]
-            bias = self.ops.gather_rows(tile, key, num_keys)
-        if "visible_keys" in names:
-            visible = self.ops.load_rows(terms.of("visible_keys", *at).at[pl.ds(key, num_keys)])
-        if "row_keys" in names:
-            row_keys = self.ops.load_shared_columns(names["row_keys_s"].at[place])
-            seed = names["seeds"][step.batch]
-        return Given(of_keys, of_queries, bias, visible, row_keys, seed)
-
-    def probabilities(
-        self, step: Step, s: Array, lse: Array, given: Given, row: Any, key: Any
-    ) -> Probabilities:
-        """P' of products."""
-        problem, ops = self.problem, self.ops
-        of_queries = given.of_queries
-        if of_queries is not None and problem.soft_cap is None:
-            unit = 1.0 if problem.is_wide else tiles.LOG2_E
-            lse, of_queries = lse - of_queries * unit, None
-        s = self.terms.scores(s, rows=given.of_keys, columns=of_queries, bias=given.bias)
-
-        def hide() -> Array:
-            seen = jnp.where(self.visible(step, row, key, s.shape), s, -jnp.inf)
-            return self.hide_by_array(step, seen, given, row, key)
-
-        x = s
-        if step.masked is True:
-            x = hide()
-        elif step.masked is not False:
-            x = lax.cond(step.masked, hide, lambda: s)
-        exponent = tiles.exponent(x, lse, problem.scale_log2, wide=problem.is_wide, axis=1)
-        if problem.bias is not None:
-            # Far from 0, fp32 logits are apart by more than their probabilities allow.
-            exponent = jnp.minimum(exponent, 0.0)
-        p = jnp.exp2(exponent)
-        kept = p
-        if problem.dropout_rate > 0.0:
-            threshold = dropout_threshold(problem.dropout_rate)
-            p = ops.drop(p, given.row_keys, key, given.seed, threshold, keys_axis=0)
-            kept = jnp.maximum(p, 0.0)
-        if problem.soft_cap is not None:
-            # The score is a hyperbolic tangent t, with the derivative 1 - t^2; hidden: 0.
-            hides = problem.bias is not None or self.edges.masked
-            t = jnp.maximum(x, -1.0) if hides else x
-            p = p * (1.0 - t * t)
-        return Probabilities(kept, p)
-
-    def hide_by_array(self, step: Step, s: Array, given: Given, row: Any, key: Any) -> Array:
-        """Scores with -inf where the boolean mask says so."""
-        if given.visible is not None:
-            visible = lax.broadcast_in_dim(given.visible, s.shape, [0])
-            return jnp.where(visible > 0.0, s, -jnp.inf)
-        if "visible_bits" in self.refs:
-            words = self.terms.of("visible_bits", step.batch, step.head)
-            return self.ops.hide_by_bits(s, words, key, row)
-        return s
-
-    def score_gradients(self, step: Step, p: Array, dp: Array, delta: Array) -> Array:
-        """From P' (:attr:`Probabilities.slopes`) and dP' to dS'."""
-        rate = self.problem.dropout_rate
-        delta = lax.broadcast_in_dim(delta, p.shape, [1])
-        if rate > 0.0:
-            # Dropped probabilities are negative, and their dP' is 0.
-            ds = p * jnp.where(p > 0.0, dp * (1.0 / (1.0 - rate)) - delta, delta)
-        else:
-            ds = p * (dp - delta)
-
-        def hide() -> Array:
-            # A hidden value may have made dP' anything.
-            return jnp.where(p == 0.0, 0.0, ds)
-
-        if step.masked is True or self.problem.bias is not None:
-            return hide()
-        if step.masked is not False:
-            return lax.cond(step.masked, hide, lambda: ds)
-        return ds
-
-    def no_sums(self) -> tuple[Array, ...]:
-        """Sums over queries of which there are none yet, for each of this warpgroup's keys."""
-        return tuple(self.ops.full_rows(ROWS, 0.0) for name in KEY_SUMS if name in self.refs)
-
-    def add_to_sums(
-        self, sums: tuple[Array, ...], ds: Array, step: Step, row: Any, key: Any
-    ) -> tuple[Array, ...]:
-        """Adds dS' of the queries from ``row`` on."""
-        if not sums:
-            return sums
-        total = ds.sum(axis=1)
-        more = []
-        if "dbias_keys" in self.refs:
-            more.append(total)
-        if "dslopes" in self.refs:  # the distance of each key and query, relative to this key
-            own = self.ops.float_iota(ROWS, primitives.ROWS)
-            other = self.terms.query_positions(step.batch, row, ds.shape[1], key, as_rows=False)
-            weighted = ds * lax.broadcast_in_dim(other, ds.shape, [1])
-            more.append(total * own - weighted.sum(axis=1))
-        return tuple(old + new for old, new in zip(sums, more, strict=True))
-
-    def store_sums(self, sums: tuple[Array, ...], at: KeyTile, head: Any) -> None:
-        """Writes the sums of one query head."""
-        if not sums:
-            return
-        staging = self.refs["sums_s"].at[self.warpgroup]
-        key = self.first_key(at.key)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for place, value in enumerate(sums):
-            staging[place] = value
-        plgpu.commit_smem()
-        names = [name for name in KEY_SUMS if name in self.refs]
-        for place, name in enumerate(names):
-            target = self.refs[name].at[at.batch, head, pl.ds(key, ROWS)]
-            plgpu.copy_smem_to_gmem(staging.at[place], target)
-
-    def add_to_bias(self, ds: Array, step: Step, row: Any, key: Any) -> None:
-        """Adds dS' to the bias's gradient in global memory, through shared memory."""
-        if "dbias" not in self.refs:
-            return
-        source = self.refs["dq_s"].at[self.warpgroup]
-        if "bias_s" in self.refs:
-            source = self.refs["bias_s"].at[0]
-        width = source.shape[1]
-        for first in range(0, ds.shape[1], width):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            source[...] = ds[:, first : first + width]
-            plgpu.commit_smem()
-            at = pl.ds(key, ROWS), pl.ds(row + first, width)
-            target = self.terms.of("dbias", step.batch, step.head).at[at]
-            self.ops.reduce_store(source, target)
 
     def add_to_dq(self, dq: Array, step: Step) -> None:
         """Adds this warpgroup's part of dQ of a step to global memory, through shared memory."""

@@ -11,16 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backward_body import (
-    FIRST_TURN,
-    ROWS,
-    Kernel,
-    KeyTile,
-    Step,
-    Tile,
-    remainder,
-)
+from pallas_kernels.backward_body import FIRST_TURN, Kernel, KeyTile, Tile, remainder
 from pallas_kernels.backward_config import GROUPS
+from pallas_kernels.backward_tiles import ROWS, Step
 
 Array = jax.Array
 Ref = Any

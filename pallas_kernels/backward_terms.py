@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jax_flash.mask import Mask
 from pallas_kernels import terms
+from pallas_kernels.backward_config import GROUPS
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import packed_bits
 from pallas_kernels.terms import Arrays
@@ -86,9 +87,14 @@ def sums(
         keys: Tk rounded up to whole tiles.
 
     Returns:
-        Some of ``dbias`` ``[B|1, Hq|1, keys, rows]``, the transposed gradient of a bias that is
-        neither of one row nor of one column; ``dbias_keys`` ``[B, Hq, keys]``, summed over
-        queries, of one of one row; ``dslopes`` likewise of the slopes, to be summed over keys.
+        Some of
+
+        - ``dbias`` ``[B|1, Hq|1, keys, rows]``, the transposed gradient of a bias that is neither
+          of one row nor of one column;
+        - ``dbias_keys`` ``[B, Hq, keys]``, summed over queries, of a bias of one row;
+        - ``dbias_queries`` ``[GROUPS, B, Hq, rows]``, summed over a warpgroup's keys, of a bias of
+          one column under a soft cap;
+        - ``dslopes`` ``[B, Hq, keys]``, of the slopes, still to be summed over keys.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     if wanted.bias and "bias" in read:
@@ -96,6 +102,8 @@ def sums(
     by_key = (problem.batch, problem.num_q_heads, keys)
     if wanted.bias and "bias_keys" in read:
         shapes["dbias_keys"] = by_key
+    if wanted.bias and "bias_rows" in read:
+        shapes["dbias_queries"] = (GROUPS, problem.batch, problem.num_q_heads, rows)
     if wanted.alibi_slopes:
         shapes["dslopes"] = by_key
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -134,14 +142,20 @@ def bias_gradient(
     Args:
         bias: ``[B|1, Hq|1, Tq|1, Tk|1]``.
         sums: of the kernel, as :func:`sums` declares them.
-        by_query: fp32 ``[B, Hq, Tq]``, of all logits of a query, for a bias of one column.
+        by_query: fp32 ``[B, Hq, Tq]``, of all logits of a query, for a bias of one column whose
+            gradient is known without the kernel; else None.
         q_len: Tq.
         kv_len: Tk.
     """
     if "dbias" in sums:
         full = jnp.swapaxes(sums["dbias"][..., :kv_len, :q_len], 2, 3)
         return full.astype(bias.dtype)
-    full = by_query[..., None] if by_query is not None else sums["dbias_keys"][:, :, None, :kv_len]
+    if "dbias_keys" in sums:
+        full = sums["dbias_keys"][:, :, None, :kv_len]
+    else:
+        if by_query is None:
+            by_query = sums["dbias_queries"].sum(axis=0)
+        full = by_query[:, :, :q_len, None]
     axes = [i for i, (n, m) in enumerate(zip(bias.shape, full.shape, strict=True)) if n < m]
     return full.sum(axis=axes, keepdims=True).astype(bias.dtype)
 
