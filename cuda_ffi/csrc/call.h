@@ -39,9 +39,11 @@ inline ffi::Error invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("jax_flash: " + message);
 }
 
-inline ffi::Error outcome(const char* kernel, const std::string& shape, Status status) {
+// `shape()` is asked of failures only.
+template <class Shape>
+ffi::Error outcome(const char* kernel, Shape shape, Status status) {
   if (status.what == nullptr) return ffi::Error::Success();
-  return ffi::Error::Internal("jax_flash: the kernel " + std::string(kernel) + " on " + shape +
+  return ffi::Error::Internal("jax_flash: the kernel " + std::string(kernel) + " on " + shape() +
                               " was not launched: " + status.what + ": " + status.cause);
 }
 
@@ -144,7 +146,9 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
   p.scale = scale, p.soft_cap = soft_cap, p.is_causal = is_causal;
   p.window_left = window_left, p.window_right = window_right;
   p.batch_invariant = batch_invariant;
-  const std::string shape = "query " + words(q) + ", key " + words(k) + ", value " + words(v);
+  const auto shape = [&] {
+    return "query " + words(q) + ", key " + words(k) + ", value " + words(v);
+  };
   return outcome("decode", shape, run(p, stream));
 }
 
@@ -184,8 +188,8 @@ inline ffi::Error append_call(RunAppend run, void* stream, ffi::AnyBuffer key_pa
   p.kv_heads = axes.heads, p.page_size = axes.tokens, p.num_slots = axes.pages * axes.tokens;
   p.pairs = p.num_tokens ? cos.element_count() / p.num_tokens : 0;
   p.cos = cos.typed_data<float>(), p.sin = sin.typed_data<float>();
-  return outcome("append", "pools " + words(key_pages) + " and " + words(value_pages),
-                 run(p, stream));
+  const auto shape = [&] { return "pools " + words(key_pages) + " and " + words(value_pages); };
+  return outcome("append", shape, run(p, stream));
 }
 
 #define JF_EXPORT extern "C" __attribute__((visibility("default")))

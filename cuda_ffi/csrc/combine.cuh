@@ -44,7 +44,7 @@ __global__ __launch_bounds__(128) void combine_kernel(const __grid_constant__ De
         return State4{sums.x, sums.y, __ldcg((const float4*)(source + d))};
       });
     }
-    write_row<typename C::T>(p, b, head, first_row + row, d, x);
+    write_row<typename C::T>(p, b, head, first_row + row, d, v_scale_of(p, head), x);
   }
 }
 

@@ -16,7 +16,8 @@ struct Consumer {
   const int lane, group_lane, quad_lane;
   Segment segment;
   int rows, first_row;
-  float factor;  // of q k^T, in the base-2 domain, the same for all rows
+  float factor;   // of q k^T, in the base-2 domain, the same for all rows
+  float v_scale;  // of one tile, loaded with the query: at the end it would be waited for
   bool has_terms;
   Span common;  // tokens that every row sees
   uint32_t q[kQTiles][C::kDK / 16][2];
@@ -55,6 +56,7 @@ struct Consumer {
       }
     }
     if constexpr (!std::is_same_v<Math, typename C::T>) query_to_half();
+    if constexpr (kQTiles == 1) v_scale = v_scale_of(p, head);
     factor = p.scale * kLog2E;
     if (p.k.scale != nullptr && !p.k.has_token_scales()) {
       factor *= p.k.scale[head * p.k.scale_head_stride];

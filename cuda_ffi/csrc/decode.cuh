@@ -116,6 +116,10 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
     }
     consumer.store(states + warp * state_stride);
     const int rows = consumer.rows, first_row = consumer.first_row;
+    const float early_scale = consumer.v_scale;
+    const auto v_scale = [&] {  // late where registers are short
+      return C::kTiles == 1 ? early_scale : v_scale_of(p, segment.head);
+    };
     walk.next(p);
     if (walk.valid) consumer.load_query(walk.segment.b, walk.segment.head, row_tile);
     __syncthreads();
@@ -133,7 +137,8 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
       if constexpr (C::kBalanced) {
         if (segment.is_whole()) {
           if (d < p.value_dim) {
-            write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, x);
+            write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(),
+                                  x);
           }
         } else {
           const int slot = 2 * (blockIdx.y * gridDim.x + blockIdx.x) + (segment.first == 0);
@@ -143,7 +148,8 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
         }
       } else if (grid.parts == 1) {
         if (d < p.value_dim) {
-          write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, x);
+          write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(),
+                                  x);
         }
       } else {  // to the block that finishes these columns, and (m, l) to all
         const int from = part * grid.rows + row;
@@ -169,7 +175,8 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
           const float2 s = sums[from];
           return State4{s.x, s.y, *(const float4*)(inbox + (from << width_shift) + column)};
         });
-        write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, x);
+        write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(),
+                                  x);
       }
     }
     if (walk.valid) __syncthreads();  // before the states are written again
@@ -181,7 +188,7 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
       for (int head = 0; head < p.kv_heads; ++head) {
         for (int i = threadIdx.x; i < p.rows() * (p.value_dim / 4); i += C::kThreads) {
           const int row = i / (p.value_dim / 4), d = i % (p.value_dim / 4) * 4;
-          write_row<typename C::T>(p, b, head, row, d, State4{});
+          write_row<typename C::T>(p, b, head, row, d, 1.f, State4{});
         }
       }
     }

@@ -168,10 +168,11 @@ constexpr int stages_for(int stage_bytes, int warps, int budget, int most = 4) {
 template <class T, class KV, int DK, int DV, int TILES, bool TMA>
 Status decode_hopper(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
   constexpr int kStage = stage_bytes(DK, DV, sizeof(KV)), kWarps = DK > 128 ? 4 : 8;
-  using Solo =
-      Config<T, KV, DK, DV, TILES, 4, stages_for(kStage, 4, 98304), (DK > 128 ? 1 : 2), TMA, false>;
-  using Cluster =
-      Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 196608), 1, TMA, false>;
+  constexpr int kMost = TMA ? 6 : 4;  // a gather keeps a flag for every token of every stage
+  using Solo = Config<T, KV, DK, DV, TILES, 4, stages_for(kStage, 4, 98304, kMost),
+                      (DK > 128 ? 1 : 2), TMA, false>;
+  using Cluster = Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 196608, kMost), 1,
+                         TMA, false>;
   using Balanced =
       Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 131072, TMA ? 4 : 2), 1, TMA,
              true>;

@@ -48,10 +48,17 @@ JF_DEVICE void merge_into(State4& x, Get get) {
   }
 }
 
+// Of a head; 1 where each token has its own.
+JF_DEVICE float v_scale_of(const DecodeParams& p, int head) {
+  const bool has_one = p.v.scale != nullptr && !p.v.has_token_scales();
+  return has_one ? p.v.scale[head * p.v.scale_head_stride] : 1.f;
+}
+
 // The end of a row: the sink joins the denominator, v's scale the numerator; out and lse are
 // written. `first` is the index of the first of the four accumulators in the value head.
 template <class T>
-JF_DEVICE void write_row(const DecodeParams& p, int b, int head, int row, int first, State4 x) {
+JF_DEVICE void write_row(const DecodeParams& p, int b, int head, int row, int first, float v_scale,
+                         State4 x) {
   const int token = p.q_len == 1 ? 0 : row / p.group, g = row - token * p.group;
   const int q_head = head * p.group + g;
   if (p.sinks != nullptr && x.l != 0.f) {  // a sink makes no key
@@ -61,8 +68,6 @@ JF_DEVICE void write_row(const DecodeParams& p, int b, int head, int row, int fi
     x.acc = keep * x.acc;
     x.m = m;
   }
-  const bool has_v_scale = p.v.scale != nullptr && !p.v.has_token_scales();
-  const float v_scale = has_v_scale ? p.v.scale[head * p.v.scale_head_stride] : 1.f;
   const float factor = x.l == 0.f ? 0.f : __fdividef(v_scale, x.l);  // if l is NaN, so is out
   const float4 out = x.l == 0.f ? float4{0.f, 0.f, 0.f, 0.f} : factor * x.acc;
   const int64_t index = ((int64_t)b * p.q_len + token) * (p.kv_heads * p.group) + q_head;
