@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +48,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash.mask import Mask, dropout_threshold
+from jax_flash.mask import Mask
 from pallas_kernels import recompute, tiles
 from pallas_kernels import schedule as schedules
 from pallas_kernels.config import ForwardConfig, Problem, default_config, head_group
+from pallas_kernels.forward_tiles import KeyTiles, QueryTile, ScoreTiles
 from pallas_kernels.ops import Ops, packed_bits
-from pallas_kernels.terms import Arrays, Terms
+from pallas_kernels.terms import Arrays
 from pallas_kernels.terms import inputs as term_inputs
 
 Array = jax.Array
@@ -61,58 +62,6 @@ Ref = Any
 
 _FIRST_NAMED_BARRIER = 5  # lower ones belong to Mosaic
 _ROWS = tiles.WARPGROUP_ROWS
-
-
-class KeyTiles(NamedTuple):
-    """Key tiles ``[lo, hi)``, of which ``[full_lo, full_hi)`` need no mask; scalars.
-
-    With ``visits``, int32 ``[num_kv_tiles]`` in global memory, they are places there instead: see
-    :func:`pallas_kernels.schedule.find_visits`.
-    """
-
-    lo: Any
-    hi: Any
-    full_lo: Any
-    full_hi: Any
-    visits: Ref | None = None
-
-    @property
-    def count(self) -> Any:
-        """How many."""
-        return self.hi - self.lo
-
-    def visit(self, i: Any) -> tuple[Any, Any]:
-        """The one that is visited after ``i`` others, and whether it needs a mask."""
-        if self.visits is not None:
-            entry = self.visits[self.lo + i]
-            return lax.shift_right_logical(entry, jnp.int32(1)), entry & 1 == 1
-        tile = self.hi - 1 - i
-        return tile, (tile < self.full_lo) | (tile >= self.full_hi)
-
-
-class QueryTile(NamedTuple):
-    """This warpgroup's rows of one query tile: scalars, and what all its key tiles need.
-
-    Attributes:
-        batch: batch element.
-        head: query head.
-        row: the first row.
-        origin: a key position near those of the rows, for ALiBi; else None.
-        terms: fp32 ``[rows]``, what the logits of each row have in common, where scores have it.
-        drop_keys: int32 ``[rows]`` for dropout, or None.
-    """
-
-    batch: Any
-    head: Any
-    row: Any
-    origin: Any = None
-    terms: Array | None = None
-    drop_keys: Array | None = None
-
-    @property
-    def place(self) -> tuple[Any, Any]:
-        """Batch element and head."""
-        return self.batch, self.head
 
 
 def scratch_tree(problem: Problem, config: ForwardConfig, ops: Ops) -> dict[str, Any]:
@@ -139,7 +88,7 @@ def scratch_tree(problem: Problem, config: ForwardConfig, ops: Ops) -> dict[str,
     return {name: item for name, item in tree.items() if item is not None}
 
 
-class _Kernel:
+class _Kernel(ScoreTiles):
     """The kernel's body; one instance a trace, holding static facts and references."""
 
     def __init__(
@@ -150,12 +99,9 @@ class _Kernel:
         edges: schedules.Edges,
         refs: dict[str, Ref],
     ):
-        self.problem = problem
+        super().__init__(problem, ops, refs)
         self.config = config
-        self.ops = ops
         self.edges = edges
-        self.refs = refs
-        self.terms = Terms(ops, problem, refs)
         self.warpgroup = lax.axis_index("warpgroup")
         own = ops.warpgroup_in_register()
         following = jnp.where(own == config.num_warpgroups - 1, 0, own + 1)
@@ -240,6 +186,9 @@ class _Kernel:
         first, *full = (_unpack(word) for word in word_pairs)
         return KeyTiles(*first, *(full[0] if full else first), visits)
 
+    def row(self, words: tuple[Any, ...]) -> Any:
+        return words[0] * self.config.block_q + self.warpgroup * _ROWS
+
     def kv_head(self, head: Any) -> Any:
         return lax.div(head, jnp.int32(self.problem.num_q_heads // self.problem.num_kv_heads))
 
@@ -277,35 +226,6 @@ class _Kernel:
         if self.config.take_turns:
             self.ops.pace_arrive(self.next_turn, 256)
 
-    def bounds(self, batch: Any, row: Any) -> tiles.RowBounds:
-        """What this warpgroup's rows see."""
-        mask = self.problem.mask
-        rows = pl.ds(row, _ROWS)
-        if "row_start" in self.refs:
-            start = self.load_rows("row_start", batch, rows)
-            end = self.load_rows("row_end", batch, rows)
-        else:
-            position = self.ops.iota((_ROWS,), 0) + (row + mask.q_offset)
-            start, end = mask.static_interval(position, self.problem.kv_len)
-            start = None if isinstance(start, int) else start
-        segments = None
-        if mask.q_segments is not None:
-            segments = self.load_rows("q_segments", batch, rows)
-        return tiles.RowBounds(start, end, segments)
-
-    def load_rows(self, name: str, batch: Any, rows: Any) -> Array:
-        return self.ops.load_rows(self.of_batch(name, batch).at[rows])
-
-    def key_segments(self, batch: Any, keys: Any) -> Array | None:
-        if self.problem.mask.kv_segments is None:
-            return None
-        return self.ops.load_columns(self.of_batch("kv_segments", batch).at[keys])
-
-    def of_batch(self, name: str, batch: Any) -> Ref:
-        """Of an array ``[B|1, ...]`` the element's part."""
-        ref = self.refs[name]
-        return ref.at[batch if ref.shape[0] > 1 else 0]
-
     def consume(self, turn: Any, words: tuple[Any, ...], state: tuple[Any, Any]) -> tuple[Any, Any]:
         """Its state: key tiles loaded so far, and as bits the turns (modulo 32) to mend."""
         steps, bad_turns = state
@@ -319,8 +239,9 @@ class _Kernel:
             return self.compute(words, own, steps + first, own.lo - lo)
 
         if self.edges.idles:
-            row = words[0] * self.config.block_q + self.warpgroup * _ROWS
-            found = lax.cond(row < self.problem.q_len, work, lambda: self.idle(steps, hi - lo))
+            found = lax.cond(
+                self.row(words) < self.problem.q_len, work, lambda: self.idle(steps, hi - lo)
+            )
         else:
             found = work()
         return steps + hi - lo, bad_turns | jnp.where(found, _bit(turn), 0)
@@ -359,7 +280,7 @@ class _Kernel:
             rest: how many are loaded after the last of them.
         """
         config, ops, problem = self.config, self.ops, self.problem
-        tile = self.query_tile(words)
+        tile = self.query_tile(*self.batch_and_head(words), self.row(words))
         attend = functools.partial(self.attend, own, steps, tile)
         self.wait("q_full")
         o, stats = ops.with_accumulator(attend, (_ROWS, problem.value_dim), self.backing("o_acc"))
@@ -375,59 +296,6 @@ class _Kernel:
         # Where lse is NaN already, a query or a key is to blame: there is nothing to mend.
         is_known = lax.broadcast_in_dim(lse != lse, o.shape, [0])
         return ops.any_nonfinite(jnp.where(is_known, 0.0, o))
-
-    @property
-    def kept_scale(self) -> float:
-        """By what dropout scales the probabilities that it keeps."""
-        return 1.0 / (1.0 - self.problem.dropout_rate)
-
-    def query_tile(self, words: tuple[Any, ...]) -> QueryTile:
-        batch, head = self.batch_and_head(words)
-        row = words[0] * self.config.block_q + self.warpgroup * _ROWS
-        origin = self.terms.origin(batch, row) if self.problem.has_alibi else None
-        tile = QueryTile(batch, head, row, origin)
-        if self.problem.soft_cap is not None:
-            tile = tile._replace(terms=self.of_queries(tile))
-        if self.problem.dropout_rate > 0.0:
-            drop_keys = self.terms.of("row_keys", batch, head).at[pl.ds(row, _ROWS)]
-            tile = tile._replace(drop_keys=self.ops.load_rows(drop_keys))
-        return tile
-
-    def of_queries(self, tile: QueryTile) -> Array | None:
-        return self.terms.of_queries(*tile.place, tile.row, _ROWS, tile.origin, as_rows=True)
-
-    def row_shift(self, tile: QueryTile) -> Array | None:
-        """What the logits of each row have beside their scores."""
-        return self.of_queries(tile) if self.problem.soft_cap is None else None
-
-    def beside(self, tile: QueryTile, column: Any, size: int) -> tuple[Array | None, Array | None]:
-        """The terms of ``size`` keys, and the bias of the tile; None where there are none."""
-        problem, columns, bias = self.problem, None, None
-        if not problem.has_plain_scores:
-            columns = self.terms.of_keys(*tile.place, column, size, tile.origin, as_rows=False)
-        if "bias" in self.refs:
-            of_head = self.terms.of("bias", *tile.place).at[:, pl.ds(column, size)]
-            bias = self.ops.gather_rows(of_head, tile.row, _ROWS)
-        return columns, bias
-
-    def hide(self, tile: QueryTile, s: Array, column: Any) -> Array:
-        """Scores with -inf where the keys from ``column`` on are hidden."""
-        # The bounds are made or read anew at each edge: kept, they would cost registers.
-        segments = self.key_segments(tile.batch, pl.ds(column, s.shape[1]))
-        s = tiles.hide(self.ops, s, self.bounds(tile.batch, tile.row), column, segments)
-        if "mask_bits" in self.refs:
-            words = self.terms.of("mask_bits", *tile.place)
-            s = self.ops.hide_by_bits(s, words, tile.row, column)
-        return s
-
-    def drop(self, tile: QueryTile, p: Array, column: Any) -> Array:
-        """Probabilities, those that dropout drops replaced by 0."""
-        if tile.drop_keys is None:
-            return p
-        seed = self.refs["seeds"][tile.batch]
-        threshold = dropout_threshold(self.problem.dropout_rate)
-        signed = self.ops.drop(p, tile.drop_keys, column, seed, threshold, keys_axis=1)
-        return jnp.maximum(signed, 0.0)
 
     def store(self, o: Array, lse: Array, batch: Any, head: Any, row: Any) -> None:
         """Begins to write this warpgroup's rows."""
@@ -455,7 +323,7 @@ class _Kernel:
 
         @pl.when(self.any_of_warpgroup(bad_turns & _bit(turn)))
         def _() -> None:
-            tile = self.query_tile(words)
+            tile = self.query_tile(*self.batch_and_head(words), self.row(words))
             batch, head, kv_head = *tile.place, self.kv_head(tile.head)
             operands = recompute.Operands(
                 q=refs["q"].at[batch, :, head],
@@ -667,8 +535,15 @@ def attention_forward(
         inputs["mask_bits"] = packed_bits(of_columns)
     num_q_tiles = ranges.lo.shape[1]
     num_blocks = min(problem.num_blocks, problem.batch * problem.num_q_heads * num_q_tiles)
+    # What all batch elements read is best read by them at about the same time.
+    is_shared = problem.bias is not None and problem.bias.shape[0] == 1
     table = schedules.make(
-        ranges, problem.batch, problem.num_q_heads, num_blocks, head_group(problem, config)
+        ranges,
+        problem.batch,
+        problem.num_q_heads,
+        num_blocks,
+        head_group(problem, config),
+        batch_first=is_shared,
     )
     inputs["schedule"] = jnp.asarray(table)
     surplus = num_q_tiles * config.block_q - problem.q_len

@@ -56,8 +56,8 @@ def recompute(
         operands: of the rows' batch element and head.
         row: the first of the rows.
         keys: the first key and the one past the last that any of the rows may see.
-        weights: from products fp32 ``[rows, KEYS]`` with the keys from a given one on, a multiple of
-            KEYS: probabilities, and which keys are seen.
+        weights: from products fp32 ``[rows, KEYS]`` with the keys from a given one on, a multiple
+            of KEYS: probabilities, and which keys are seen.
 
     Returns:
         fp32 ``[rows, Dv]``; 0 for rows that see nothing.

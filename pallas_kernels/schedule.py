@@ -209,7 +209,15 @@ def row_of(head: Any, num_rows: int, num_heads: int) -> Any:
     return jax.lax.div(head, jnp.int32(heads_a_row))
 
 
-def make(ranges: Ranges, batch: int, num_heads: int, num_blocks: int, head_group: int) -> Any:
+def make(
+    ranges: Ranges,
+    batch: int,
+    num_heads: int,
+    num_blocks: int,
+    head_group: int,
+    *,
+    batch_first: bool = False,
+) -> Any:
     """The schedule.
 
     Args:
@@ -218,6 +226,8 @@ def make(ranges: Ranges, batch: int, num_heads: int, num_blocks: int, head_group
         num_heads: Hq.
         num_blocks: thread blocks of the launch.
         head_group: how many heads are worked on at a time.
+        batch_first: work on one head of all batch elements before the next, where all have the
+            same ranges.
     """
     num_q_tiles = ranges.lo.shape[1]
     num_tiles = batch * num_heads * num_q_tiles
@@ -228,8 +238,14 @@ def make(ranges: Ranges, batch: int, num_heads: int, num_blocks: int, head_group
         tiles = _longest_first(
             tuple(map(tuple, cost.tolist())), batch, num_heads, num_blocks, head_group
         )
-        return _words(ranges, tiles, batch * num_heads, np)
-    return _words(ranges, _dealt(ranges, batch, num_heads, num_blocks), batch * num_heads, jnp)
+        xp: Any = np
+    else:
+        tiles, xp = _dealt(ranges, batch, num_heads, num_blocks), jnp
+    if batch_first and ranges.lo.shape[0] == 1:
+        head, q_tile = tiles // num_q_tiles, tiles % num_q_tiles
+        head = head % batch * num_heads + head // batch
+        tiles = xp.where(tiles >= 0, head * num_q_tiles + q_tile, -1)
+    return _words(ranges, tiles, batch * num_heads, xp)
 
 
 def _dealt(ranges: Any, batch: int, num_heads: int, num_blocks: int) -> Array:

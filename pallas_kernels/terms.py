@@ -28,7 +28,6 @@ from jax.experimental import pallas as pl
 from jax_flash import mask as masks
 from jax_flash.mask import Mask
 from pallas_kernels import ops as primitives
-from pallas_kernels import tiles
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
 
@@ -201,7 +200,7 @@ class Terms:
         problem = self.problem
         if problem.has_plain_scores:
             return s
-        unit = 1.0 if problem.soft_cap is None else 2.0 * tiles.LOG2_E / problem.soft_cap
+        unit = 1.0 if problem.soft_cap is None else 1.0 / problem.soft_cap
         x = s * (problem.scale * unit)
         hidden = None
         for vector, axis in ((rows, 0), (columns, 1)):
@@ -219,7 +218,7 @@ class Terms:
                 wide = jnp.where(wide == jnp.inf, jnp.nan, wide)
             x = x + wide * unit
         if problem.soft_cap is not None:
-            x = 1.0 - 2.0 * self.ops.reciprocal(1.0 + jnp.exp2(x))
+            x = self.ops.tanh(x)
         elif hidden is not None:  # a sum of finite numbers stays finite
             x = jnp.maximum(x, _LOWEST)
         return x if hidden is None else jnp.where(hidden, -jnp.inf, x)

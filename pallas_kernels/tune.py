@@ -24,7 +24,16 @@ from pallas_kernels import forward as kernel
 from pallas_kernels import tiles
 from pallas_kernels.ops import Ops
 
-_SOURCES = ("forward.py", "ops.py", "recompute.py", "schedule.py", "terms.py", "tiles.py")
+_SOURCES = (
+    "forward.py",
+    "forward_tiles.py",
+    "ops.py",
+    "recompute.py",
+    "registers.py",
+    "schedule.py",
+    "terms.py",
+    "tiles.py",
+)
 # Registers of a thread by the number of consumers: all that there are, in multiples of 8.
 _REGISTERS = {
     1: {"consumer_registers": 240, "producer_registers": 24},

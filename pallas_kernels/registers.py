@@ -1,0 +1,381 @@
+"""Primitives written in MLIR and PTX, on the registers of arrays: the GPU half of :mod:`ops`.
+
+What they compute is said there. The registers of a TILE ``[m, n]`` are an array
+``[m / 64, n / 8, 1, 1, 2, 1, 1, 1, 1]`` of vectors of two: two neighbouring columns of eight, and
+the row or the one 8 further down.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_flash import mask
+
+Array = jax.Array
+Ref = Any
+
+TILE = plgpu.Layout.WGMMA  # a [64 * n, 8 * m] array over the 128 threads of a warpgroup
+ROWS = TILE.reduce(1)  # one value a row of TILE, held by the four threads that share the row
+COLUMNS = TILE.reduce(0)  # one value a column of TILE, held by all threads that share the column
+_COLUMNS_AXIS, _HALF_AXIS = 1, 4
+
+
+def named_barrier(operation: str, barrier: int | Array, num_threads: int) -> None:
+    """Emits ``bar.sync`` or ``bar.arrive``."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def emit(_: Any, barrier: Any) -> None:
+        mgpu.utils.inline_ptx(
+            f"bar.{operation} $0, {num_threads};", barrier.registers[()], has_side_effects=True
+        )
+
+    emit(jnp.int32(barrier) if isinstance(barrier, int) else barrier)
+
+
+def proxy_fence() -> None:
+    """Orders this thread's writes to shared memory before later reads by wgmma and TMA."""
+
+    @plgpu.inline_mgpu()
+    def emit(_: Any) -> None:
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+    emit()
+
+
+def opaque_zero() -> Array:
+    """See :meth:`Ops.opaque_zero`."""
+    from jaxlib.mlir import ir
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())))
+    def emit(_: Any) -> Any:
+        value = mgpu.utils.inline_ptx(
+            "mov.u32 $0, 0;",
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return emit()
+
+
+def own_warpgroup() -> Array:
+    """See :meth:`Ops.warpgroup_in_register`."""
+    from jaxlib.mlir import ir
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())))
+    def emit(_: Any) -> Any:
+        # Each lane asks itself: of a constant lane, ptxas would know that all get the same.
+        value = mgpu.utils.inline_ptx(
+            "{ .reg .u32 lane, group; mov.u32 group, %tid.x; shr.u32 group, group, 7; "
+            "mov.u32 lane, %laneid; shfl.sync.idx.b32 $0, group, lane, 31, 0xffffffff; }",
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return emit()
+
+
+def gather_rows(ref: Ref, first: Array, count: int) -> Array:
+    """See :meth:`Ops.gather_rows`."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    last, columns = ref.shape[0] - 1, ref.shape[1]
+    shape = (count, columns)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, TILE),
+    )
+    def emit(_: Any, ref: Any, first: Any) -> Any:
+        layout = TILE.to_mgpu()
+        index = ir.IndexType.get()
+        pair = ir.VectorType.get((layout.vector_length,), ir.MemRefType(ref.type).element_type)
+        offset = arith.index_cast(index, first.registers[()])
+        last_row = arith.constant(index, last)
+        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        for place, (row, column) in zip(
+            np.ndindex(registers.shape), layout.thread_idxs(shape), strict=True
+        ):
+            row = arith.minsi(arith.addi(row, offset), last_row)
+            registers[place] = vector.load(pair, ref, [row, column])
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return emit(ref, first)
+
+
+def counted_on(first: Array, size: int) -> Array:
+    """Extends fp32 COLUMNS ``[8]`` to ``[size]`` by steps of 8."""
+    from jaxlib.mlir.dialects import arith
+
+    @plgpu.inline_mgpu(
+        arg_types=(COLUMNS,), return_type=plgpu.ShapeDtypeStruct((size,), jnp.float32, COLUMNS)
+    )
+    def emit(_: Any, first: Any) -> Any:
+        (eight,) = first.registers.flat
+        registers = np.empty(first.layout.registers_shape((size,)), dtype=object)
+        for step, place in enumerate(np.ndindex(registers.shape)):
+            registers[place] = arith.addf(eight, _splat(eight.type, 8.0 * step))
+        return mgpu.FragmentedArray(_registers=registers, _layout=first.layout, _is_signed=None)
+
+    return emit(first)
+
+
+def _splat(kind: Any, value: float) -> Any:
+    """A constant of a floating-point type, or of a vector of one."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    if not isinstance(kind, ir.VectorType):
+        return arith.constant(kind, ir.FloatAttr.get(kind, value))
+    element = ir.FloatAttr.get(ir.VectorType(kind).element_type, value)
+    return arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, element))
+
+
+def _each_element(x: Any, function: Callable[[Any, tuple[int, ...], int], Any]) -> Any:
+    """A FragmentedArray of vector registers with ``function(element, register, place in it)``."""
+    from jaxlib.mlir.dialects import vector
+
+    registers = np.empty_like(x.registers)
+    for place in np.ndindex(registers.shape):
+        result = x.registers[place]
+        for i in range(x.layout.vector_length):
+            element = vector.extract(result, dynamic_position=[], static_position=[i])
+            changed = function(element, place, i)
+            result = vector.insert(changed, result, dynamic_position=[], static_position=[i])
+        registers[place] = result
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+
+def tanh(x: Array) -> Array:
+    """See :meth:`Ops.tanh`."""
+    from jaxlib.mlir import ir
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, TILE)
+    )
+    def emit(_: Any, x: Any) -> Any:
+        def approximate(element: Any, *_: Any) -> Any:
+            return mgpu.utils.inline_ptx(
+                "tanh.approx.f32 $0, $1;", element, result_types=ir.F32Type.get()
+            )
+
+        return _each_element(x, approximate)
+
+    return emit(x)
+
+
+def hide_by_bits(s: Array, words: Ref, row: Array, column: Array) -> Array:
+    """See :meth:`Ops.hide_by_bits`."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref
+
+    num_rows = words.shape[0]
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE),
+    )
+    def emit(_: Any, s: Any, words: Any, row: Any, column: Any) -> Any:
+        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+
+        def number(value: int, kind: Any = i32) -> Any:
+            return arith.constant(kind, value)
+
+        column = column.registers[()]
+        block = arith.index_cast(index, arith.shli(arith.shrui(column, number(7)), number(2)))
+        shift = arith.shrui(arith.andi(column, number(127)), number(2))
+        first_row = arith.index_cast(index, row.registers[()])
+        layout = TILE.to_mgpu()
+        halves = []
+        for own_row, own_column in layout.thread_idxs((s.shape[0], 8)):
+            place = number(0, index)
+            if num_rows > 1:
+                place = arith.addi(first_row, own_row)
+                place = arith.minsi(place, number(num_rows - 1, index))
+            word = arith.addi(block, arith.divui(own_column, number(2, index)))
+            halves.append(arith.shrui(memref.load(words, [place, word]), shift))
+        hidden = _splat(ir.F32Type.get(), -np.inf)
+
+        def select(element: Any, place: tuple[int, ...], i: int) -> Any:
+            bit = 2 * place[_COLUMNS_AXIS] + i
+            half = halves[place[0] * 2 + place[_HALF_AXIS]]
+            tested = arith.andi(half, number(1 << bit if bit < 31 else -(2**31)))
+            is_seen = arith.cmpi(arith.CmpIPredicate.ne, tested, number(0))
+            return arith.select(is_seen, element, hidden)
+
+        return _each_element(s, select)
+
+    return emit(s, words, row, column)
+
+
+def drop(
+    x: Array, row_keys: Array, start: Array, threshold: int, keys_axis: int, negate: bool
+) -> Array:
+    """See :meth:`Ops.drop`; ``start`` is the second seed, moved to the tile's first key."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, ROWS if keys_axis == 1 else COLUMNS, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, TILE),
+    )
+    def emit(_: Any, x: Any, row_keys: Any, start: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+
+        def number(value: int) -> Any:
+            return arith.constant(i32, int(np.uint32(value).astype(np.int32)))
+
+        queries = [_element(register, i) for register, i in _elements(row_keys)]
+        own_row, own_column = next(iter(TILE.to_mgpu().thread_idxs((64, 8))))
+        golden = int(mask.DROPOUT_GOLDEN)
+        own = own_column
+        if keys_axis == 0:  # 16 rows of keys a warp, of which a thread has two: one group
+            eight = arith.constant(own_row.type, 8)
+            warp = arith.divui(own_row, arith.constant(own_row.type, 16))
+            own = arith.addi(arith.muli(warp, eight), arith.remui(own_row, eight))
+        own = arith.muli(arith.index_cast(i32, own), number(golden))
+        first = arith.addi(start.registers[()], own)
+        drawn: dict[tuple[int, int], Any] = {}
+
+        def bits(query: int, group: int) -> Any:
+            """Shared by two keys; ``group`` is relative to the thread's first."""
+            if (query, group) not in drawn:
+                value = arith.addi(first, number(group * golden % 2**32))
+                value = arith.xori(queries[query], value)
+                for shift, factor in mask.DROPOUT_MIX:
+                    value = arith.xori(value, arith.shrui(value, number(shift)))
+                    value = value if factor is None else arith.muli(value, number(int(factor)))
+                drawn[query, group] = value
+            return drawn[query, group]
+
+        zero = _splat(ir.F32Type.get(), 0.0)
+
+        def drop(element: Any, place: tuple[int, ...], i: int) -> Any:
+            columns, half = place[_COLUMNS_AXIS], place[_HALF_AXIS]
+            if keys_axis == 1:
+                value, upper = bits(place[0] * 2 + half, columns // 2 * 8 + i), columns % 2
+            else:
+                value, upper = bits(columns * 2 + i, place[0] * 32), half
+            value = value if upper else arith.andi(value, number(0xFFFF))
+            least = number(threshold << 16 if upper else threshold)
+            is_kept = arith.cmpi(arith.CmpIPredicate.uge, value, least)
+            return arith.select(is_kept, element, arith.negf(element) if negate else zero)
+
+        return _each_element(x, drop)
+
+    return emit(x, row_keys, start)
+
+
+def _elements(x: Any) -> list[tuple[Any, int]]:
+    """All registers of a FragmentedArray, with the places in them."""
+    return [(register, i) for register in x.registers.flat for i in range(x.layout.vector_length)]
+
+
+def _element(register: Any, i: int) -> Any:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    if not isinstance(register.type, ir.VectorType):
+        return register
+    return vector.extract(register, dynamic_position=[], static_position=[i])
+
+
+def any_nonfinite(x: Array) -> Array:
+    """See :meth:`Ops.any_nonfinite`."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
+    )
+    def emit(_: Any, x: Any) -> Any:
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        registers = list(x.registers.flat)
+        chains = registers[:4]  # independent sums: a sum keeps a NaN, and makes one of an inf
+        for place, register in enumerate(registers[4:]):
+            chains[place % 4] = arith.addf(chains[place % 4], register)
+        total = functools.reduce(arith.addf, chains)
+        if isinstance(total.type, ir.VectorType):
+            total = vector.reduction(f32, vector.CombiningKind.ADD, total)
+        nonfinite = arith.cmpf(arith.CmpFPredicate.UNO, *[arith.subf(total, total)] * 2)
+        found = mgpu.utils.inline_ptx(
+            "vote.sync.any.pred $0, $1, 0xffffffff;",
+            nonfinite,
+            result_types=ir.IntegerType.get_signless(1),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(arith.extui(i32, found), (), is_signed=True)
+
+    return emit(x) != 0
+
+
+def any_of_warpgroup(condition: Array, barrier: Any) -> Array:
+    """See :meth:`Ops.any_of_warpgroup`."""
+    from jaxlib.mlir import ir
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
+    )
+    def emit(_: Any, condition: Any, barrier: Any) -> Any:
+        found = mgpu.utils.inline_ptx(
+            "{ .reg .pred any, own; setp.ne.s32 own, $1, 0; "
+            "barrier.cta.red.or.pred any, $2, 128, own; selp.s32 $0, 1, 0, any; }",
+            condition.registers[()],
+            barrier.registers[()],
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return emit(condition.astype(jnp.int32), barrier) != 0
+
+
+def scale_unless_ones(value: Array, factor: Array) -> Array:
+    """``value * factor[:, None]``, skipped by warps whose factors are all 1."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, scf, vector
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, ROWS),
+        return_type=plgpu.ShapeDtypeStruct(value.shape, jnp.float32, TILE),
+    )
+    def emit(_: Any, value: Any, factor: Any) -> Any:
+        f32 = ir.F32Type.get()
+        one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
+        differs = None
+        for register in factor.registers.flat:
+            if isinstance(register.type, ir.VectorType):
+                register = vector.extract(register, dynamic_position=[], static_position=[0])
+            test = arith.cmpf(arith.CmpFPredicate.UNE, register, one)
+            differs = test if differs is None else arith.ori(differs, test)
+        any_differs = mgpu.utils.inline_ptx(
+            "vote.sync.any.pred $0, $1, 0xffffffff;",
+            differs,
+            result_types=ir.IntegerType.get_signless(1),
+            has_side_effects=True,
+        )
+        types = [register.type for register in value.registers.flat]
+        branch = scf.IfOp(any_differs, types, has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scaled = value * factor.broadcast_in_dim(value.shape, (0,), value.layout)
+            scf.yield_(list(scaled.registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(list(value.registers.flat))
+        registers = np.empty_like(value.registers)
+        for index, result in zip(np.ndindex(registers.shape), branch.results, strict=True):
+            registers[index] = result
+        return mgpu.FragmentedArray(_registers=registers, _layout=value.layout, _is_signed=None)
+
+    return emit(value, factor)
