@@ -93,6 +93,8 @@ SKEWED = Case((131072,) + 63 * (1024,), page_sizes=(16,))
 EQUAL = _uniform(64, sum(SKEWED.lengths) // 64, page_sizes=(16,))  # of the same bytes
 EIGHT_BIT = tuple(_uniform(*size, cache_dtype="float8_e4m3fn", page_sizes=(16,)) for size in _SIZES)
 SPECULATIVE = tuple(_uniform(*size, q_len=8, page_sizes=(16,)) for size in ((1, 8192), (64, 4096)))
+# Those whose sequences are cut into equal ranges.
+PLANNED = (PLAIN[6], SKEWED)
 STEPS = (_uniform(1, 1024), _uniform(64, 1024))
 CASES = (*PLAIN, SKEWED, EQUAL, *EIGHT_BIT, *SPECULATIVE)
 
@@ -135,9 +137,6 @@ class _Program:
     cache: Any
     reference: _Reference
 
-    def judged(self) -> tuple[float, bool]:
-        return self.reference.judge(jax.jit(self.attend)(self.query, self.cache))
-
     def once(self) -> timing.Call:
         args = (self.query, self.cache)
         return timing.Call(jax.jit(self.attend).lower(*args).compile(), args)
@@ -155,26 +154,35 @@ class _Program:
 
 
 def _measure_case(case: Case, peers: Sequence[str], *, is_quick: bool) -> Iterator[Row]:
-    """Ours at every page size, and the peers on the keys and values of the first of these."""
+    """Ours at every page size, and on the first of these pools of both, plans, and the peers."""
     rounds = {"rounds": 2, "iterations": 3} if is_quick else {}
     programs: dict[str, _Program] = {}
     for page_size in case.page_sizes:
         pages = paged_cache(case, page_size)
         query = _random((len(case.lengths), case.q_len, _Q_HEADS, _HEAD_DIM), 1, "bfloat16")
         reference = _Reference(case, query, pages)
-        programs[f"{OURS} page{page_size}"] = _Program(_ours, query, pages, reference)
-        if page_size == case.page_sizes[0] and case.has_peers:
+        ours = f"{OURS} page{page_size}"
+        programs[ours] = _Program(_ours, query, pages, reference)
+        if page_size != case.page_sizes[0]:
+            continue
+        if case.has_peers:
+            programs[f"{ours} fused"] = _Program(_ours, query, _fused(pages), reference)
             for name in peers:
                 if name in decode_peers.PEERS:
                     peer = functools.partial(decode_peers.attend, name)
                     cache = decode_peers.cache_of(name, pages)
                     programs[name] = _Program(peer, query, cache, reference)
+        if case in PLANNED:
+            programs[f"{ours} plan"] = _Program(_ours_planned, query, pages, reference)
     good: dict[str, tuple[float, str | None]] = {}
+    once: dict[str, timing.Call] = {}
     for impl, program in list(programs.items()):
         try:
-            error, is_good = program.judged()
+            once[impl] = program.once()
+            error, is_good = program.reference.judge(once[impl]())
             good[impl] = error, None if is_good else results.INACCURATE
         except Exception as error:  # one that cannot is a line of the table
+            once.pop(impl, None)
             del programs[impl]
             yield _failed(case, impl, "decode warm", error)
 
@@ -198,17 +206,18 @@ def _measure_case(case: Case, peers: Sequence[str], *, is_quick: bool) -> Iterat
     for impl, program in programs.items():
         if impl in decode_peers.SLOW:
             continue
+        mode = "program warm"
         try:
-            yield row(
-                impl, "program warm", _wall_us(program.chain(_CALLS, [program.cache]), _CALLS)
-            )
+            chain = program.chain(_CALLS, [program.cache])
+            yield row(impl, mode, _wall_us(chain, _CALLS))
             if copies > 1:
+                mode = "program cold"
                 caches = [program.cache, *(_copy(program.cache) for _ in range(copies - 1))]
                 cold[impl] = program.chain(copies, caches)
-                yield row(impl, "program cold", _wall_us(cold[impl], copies))
+                yield row(impl, mode, _wall_us(cold[impl], copies))
         except Exception as error:
-            yield _failed(case, impl, "program warm", error)
-    warm = timing.kernel_times_us({name: x.once() for name, x in programs.items()}, **rounds)
+            yield _failed(case, impl, mode, error)
+    warm = timing.kernel_times_us(once, **rounds)
     for impl, time_us in warm.items():
         yield row(impl, "decode warm", time_us)
     for impl, time_us in timing.kernel_times_us(cold, **rounds).items():
@@ -230,6 +239,19 @@ def _detach() -> None:
 
 def _ours(query: Array, cache: dict[str, Array]) -> Array:
     return jax_flash.paged_attention(query, **cache, implementation="cuda")
+
+
+def _ours_planned(query: Array, cache: dict[str, Array]) -> Array:
+    """With a plan, which a program of several calls makes once."""
+    plan = jax_flash.decode_plan(cache["kv_lens"], num_new_tokens=query.shape[1])
+    return jax_flash.paged_attention(query, **cache, plan=plan, implementation="cuda")
+
+
+@jax.jit
+def _fused(pages: dict[str, Any]) -> dict[str, Any]:
+    """The same cache with keys and values in one pool."""
+    both = jnp.stack([pages["key_pages"], pages["value_pages"]], axis=1)
+    return pages | {"key_pages": both, "value_pages": None}
 
 
 def _copy(cache: Any) -> Any:

@@ -38,6 +38,7 @@ def small(monkeypatch):
         "SPECULATIVE": speculative,
         "CASES": (*plain, skewed, equal, *eight_bit, *speculative),
         "STEPS": plain,
+        "PLANNED": (skewed,),
         "_SIZES": ((1, 32),),
         "_COLD_BYTES": 5e4,
         "_LAYERS": 2,
@@ -74,6 +75,8 @@ def test_everything_is_measured_and_right(capsys):
         modes = {mode for case, name, mode in keys if (case, name) == (plain, impl)}
         assert modes == {"program warm", "program cold", "decode warm", "decode cold"}
     assert (plain, "xla", "decode warm") in keys
+    assert (plain, f"{ours[0]} fused", "decode cold") in keys
+    assert (decode.SKEWED.name, f"{ours[0]} plan", "program warm") in keys
     errors = [row.error for row in rows if row.case == plain]
     assert all(1e-4 < error < 1e-2 for error in errors)
     cold = [row for row in rows if (row.case, row.mode) == (plain, "decode cold")]
@@ -103,6 +106,14 @@ def test_a_wrong_result_is_marked_and_one_that_fails_is_a_line(monkeypatch):
     rows = measured("xla", [case.name])
     assert {row.note for row in rows if row.impl != "xla"} == {"RuntimeError: out of luck"}
     assert [row.time_us for row in rows if row.impl == "xla"] == [5.0]
+    chain = decode._Program.chain
+    monkeypatch.setattr(decode, "_ours", right)
+    monkeypatch.setattr(
+        decode._Program, "chain", lambda x, n, caches: chain(x, n, fails() if n > 2 else caches)
+    )
+    rows = measured("none", [case.name])
+    assert len({(row.impl, row.mode) for row in rows}) == len(rows)
+    assert {row.mode for row in rows if row.note} == {"program cold"}
 
 
 def test_pages_are_those_of_the_lengths_in_random_order():
