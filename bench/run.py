@@ -31,7 +31,9 @@ _COMPILER_THREADS = 8
 _OUR_PACKAGE = OURS.partition(".")[0]
 
 # The suites that are modules of their own.
-MODULES = {name: f"bench.{name}" for name in ("decode", "ladder", "memory", "packed", "train")}
+MODULES = {
+    name: f"bench.{name}" for name in ("decode", "ladder", "memory", "packed", "terms", "train")
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
