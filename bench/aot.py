@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -228,18 +229,61 @@ def _problems(dims: Iterable[tuple[int, int]]) -> Iterator[tuple[str, Any, tuple
                 yield f"D{head_dim}/{value_dim} {mask_name} {dtype}", problem, arrays
 
 
+def _problems_with_terms() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
+    """Likewise with each term, and with all of them; the last is the arrays of the terms."""
+    import jax
+
+    from pallas_kernels.terms import Arrays
+
+    def array(dtype: str, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    alibi = {"alibi_slopes": array("float32", 1, 4)}
+    rest = {"sinks": array("float32", 1, 4), "dropout_seeds": array("uint32", 2, 2)}
+    bias = array("bfloat16", 1, 4, 2048, 2048)
+    mask = array("bool", 1, 4, 2048, 2048)
+    rates = {"soft_cap": 30.0, "dropout_rate": 0.1}
+    terms: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+        "soft cap, dropout, sinks": (rest, rates, None),
+        "ALiBi": (alibi, {}, None),
+        "bias of keys": ({"bias": array("float32", 2, 1, 1, 2048)}, {}, None),
+        "bias": ({"bias": bias}, {}, None),
+        "bias fp32": ({"bias": array("float32", 1, 4, 2048, 2048)}, {}, None),
+        "boolean mask": ({}, {}, mask),
+        "everything": ({**alibi, **rest, "bias": bias}, rates, mask),
+    }
+    for name, problem, arrays in _problems([(64, 64), (128, 128), (256, 256)]):
+        if "bfloat16" not in name or not any(x in name for x in ("causal", "lengths")):
+            continue
+        for term, (given, static, array_of_mask) in terms.items():
+            if "lengths" in name and term != "everything":
+                continue
+            changed = dataclasses.replace(
+                problem,
+                mask=dataclasses.replace(problem.mask, array=array_of_mask),
+                bias=given.get("bias"),
+                has_alibi="alibi_slopes" in given,
+                has_sinks="sinks" in given,
+                **static,
+            )
+            yield f"{name}, {term}", changed, arrays, Arrays(**given)
+
+
 def forward_cases() -> Iterator[Case]:
     """Every configuration that the forward kernel ships."""
     from pallas_kernels import config, forward
     from pallas_kernels.ops import Ops
+    from pallas_kernels.terms import Arrays
 
     unequal = [(192, 128), (64, 256), (256, 64), (192, 256), (256, 192)]
-    for name, problem, arrays in _problems([(d, d) for d in config.HEAD_DIMS] + unequal):
+    plain = _problems([(d, d) for d in config.HEAD_DIMS] + unequal)
+    problems = itertools.chain(((*x, Arrays()) for x in plain), _problems_with_terms())
+    for name, problem, arrays, terms in problems:
         options = config.default_config(problem)
         yield Case(
             f"forward {name}",
             functools.partial(forward.attention_forward, problem, config=options),
-            (*arrays, problem.mask),
+            (*arrays, problem.mask, terms),
             options,
             forward.scratch_tree(problem, options, Ops()),
         )

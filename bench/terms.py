@@ -97,6 +97,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             errors: dict[str, float] = {}
             notes: dict[str, str | None] = {}
             for impl, (attend, keywords) in _ways(term).items():
+                if impl != OURS and arguments.peers not in ("all", impl):
+                    continue
                 try:
                     arrays = (query, key, value, {x: keywords[x] for x in term.wanted})
                     call, notes[impl] = _call(attend, keywords, mode, arrays, do)

@@ -159,7 +159,7 @@ def default_config(problem: Problem) -> ForwardConfig:
                 spill_bytes=spill_bytes,
             )
         is_short = (problem.q_len <= 1024 and not mask.is_trivial) or problem.q_len <= 2 * _ROWS
-        if is_short or crowded:
+        if is_short or crowded or problem.dropout_rate > 0.0:
             return ForwardConfig(query_registers=not crowded, spill_bytes=spill_bytes)
         return ForwardConfig(
             num_warpgroups=3,
