@@ -33,6 +33,11 @@ _TABLES_BATCH = 2048  # sequences whose chunk counts fit into shared memory besi
 
 def supports(spec: AttentionSpec, device: Device) -> str | None:
     """None where the kernels compute this call, else the reason why not."""
+    return limits(spec, device) or library.missing(device.platform)
+
+
+def limits(spec: AttentionSpec, device: Device) -> str | None:
+    """:func:`supports`, whether or not the kernels have been compiled."""
     if device.platform == "gpu" and float(device.compute_capability or 0) < 8.0:
         return f"needs compute capability 8.0 or newer; found {device.compute_capability}"
     if spec.kind not in ("decode", "paged"):
@@ -48,7 +53,7 @@ def supports(spec: AttentionSpec, device: Device) -> str | None:
                 f"head dims of a {spec.kv_dtype} cache are multiples of {step} up to "
                 f"{MAX_HEAD_DIM}; got {dim}"
             )
-    return _size_reason(spec) or library.missing(device.platform)
+    return _size_reason(spec)
 
 
 def _size_reason(spec: AttentionSpec) -> str | None:

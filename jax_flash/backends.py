@@ -6,6 +6,7 @@ An implementation is a module, loaded by name at first use, with
   False if its ``forward`` is differentiable JAX;
 - ``supports(spec, device) -> str | None``: None if it computes the call under the contract, else
   the reason why not. A pure question;
+- ``limits(spec, device) -> str | None``, optional: ``supports``, were its kernels compiled;
 - ``declines(spec, device) -> str | None``, optional: a reason to leave a call that it could run to
   a later implementation of the table when the choice is automatic;
 - ``forward(spec, operands) -> (out, lse)``;
@@ -119,8 +120,13 @@ def device_facts(device: jax.Device) -> Device:
     return Device(device.platform, capability, device.device_kind)
 
 
-def reason_against(name: str, spec: AttentionSpec, device: Device) -> str | None:
-    """Why the implementation cannot run the call; None if it can."""
+def reason_against(
+    name: str, spec: AttentionSpec, device: Device, *, is_compiled: bool = False
+) -> str | None:
+    """Why the implementation cannot run the call; None if it can.
+
+    With ``is_compiled`` that its kernels are yet to be compiled is no reason.
+    """
     if name in _NEEDS_GPU and device.platform != "gpu" and _is_installed(_TABLE[name]):
         return f"needs an NVIDIA GPU; the device is {device.platform}"
     backend = load(name)
@@ -129,7 +135,8 @@ def reason_against(name: str, spec: AttentionSpec, device: Device) -> str | None
     sizes = [size for x in jax.tree.leaves(spec.arrays) for size in x.shape]
     if name != NAMES[-1] and not all(isinstance(size, int) for size in sizes):
         return "needs sizes that are known when the call is traced; some are symbolic"
-    return backend.supports(spec, device)
+    ask = getattr(backend, "limits", backend.supports) if is_compiled else backend.supports
+    return ask(spec, device)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,10 @@ import jax
 import jax.numpy as jnp
 
 import jax_flash
-from jax_flash import backends, measure, tuner, tuning
+from jax_flash import backends, features, measure, tuner, tuning
+from jax_flash.spec import Device
+
+_HOPPER = Device("gpu", "9.0")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_call(explain)
     explain.add_argument("--residual", action="store_true", help="also return the log-sum-exp")
     explain.add_argument("--implementation", help="ask only this one")
+    explain.add_argument(
+        "--table", action="store_true", help="instead: who computes which feature, in Markdown"
+    )
+    explain.add_argument(
+        "--device", type=_device, help='of the table, such as "gpu 9.0" (the default) or "cpu"'
+    )
     tune = commands.add_parser("tune", help="measure how a call runs fastest on this machine's GPU")
     _add_call(tune)
     tune.add_argument(
@@ -92,6 +102,15 @@ def _positive(text: str) -> float:
     return value
 
 
+def _device(text: str) -> Device:
+    match = re.fullmatch(r"cpu|gpu (\d+\.\d)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither 'cpu' nor 'gpu' with a compute capability, such as 'gpu 9.0'"
+        )
+    return Device(text[:3], match[1])
+
+
 def _info(options: argparse.Namespace) -> str:
     del options
     lines = [f"jax_flash {jax_flash.__version__}, jax {jax.__version__}", "devices:"]
@@ -117,6 +136,13 @@ def _unavailable(name: str) -> str | None:
 
 
 def _explain(options: argparse.Namespace) -> str:
+    if options.table:
+        return features.markdown(options.device or _HOPPER)
+    if options.device is not None:
+        raise ValueError(
+            f"--device {options.device.platform}: is about the table; a call is explained for the "
+            "device that is here. Add --table, or leave --device out."
+        )
     return str(
         _report(
             options,

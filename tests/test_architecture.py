@@ -23,7 +23,7 @@ FLOORS = (
     {"cache_calls", "chunked", "cudnn", "backends"},
     {"vjp", "report", "measure"},
     {"api", "tuner"},
-    {"kv_cache"},
+    {"kv_cache", "features"},
     {"layers", "__init__"},
     {"cli"},
     {"__main__"},
