@@ -100,14 +100,18 @@ def attend(
         # The row maximum of the scores must be that of the logits.
         q = q * jnp.asarray(np.sign(scale), q.dtype)
         scale = -scale or 1.0
+    head_dim, value_dim = _padded_dim(spec.head_dim), _padded_dim(spec.value_dim)
+    if spec.arrays.bias is not None:
+        # Out is staged in q's buffer, to make room for the bias.
+        head_dim = max(head_dim, value_dim)
     problem = kernel.Problem(
         batch=spec.batch,
         q_len=spec.q_len,
         kv_len=spec.kv_len,
         num_q_heads=spec.num_q_heads,
         num_kv_heads=spec.num_kv_heads,
-        head_dim=_padded_dim(spec.head_dim),
-        value_dim=_padded_dim(spec.value_dim),
+        head_dim=head_dim,
+        value_dim=value_dim,
         dtype=spec.dtype,
         scale=scale,
         mask=operands.mask.abstract(),

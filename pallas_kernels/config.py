@@ -25,6 +25,7 @@ class ForwardConfig:
         num_warpgroups: consumers, each of 64 query rows.
         block_kv: keys in a tile.
         num_stages: K tiles in flight, and as many V tiles.
+        bias_stages: tiles of a bias in flight.
         consumer_registers: registers a thread of a consumer.
         producer_registers: registers a thread of the producer.
         share_out: out is staged in Q's buffer, not in one of its own.
@@ -44,6 +45,7 @@ class ForwardConfig:
     num_warpgroups: int = 2
     block_kv: int = 128
     num_stages: int = 2
+    bias_stages: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
     share_out: bool = False
@@ -122,6 +124,13 @@ class Problem:
         return self.bias is None and not self.has_alibi and self.soft_cap is None
 
     @property
+    def has_bias_tiles(self) -> bool:
+        """Whether the bias differs from row to row and from key to key."""
+        if self.bias is None or self.bias.shape[2] == 1:
+            return False
+        return self.bias.shape[3] > 1 or self.kv_len == 1
+
+    @property
     def has_terms(self) -> bool:
         """Whether there is anything beside products and intervals of visible keys."""
         extra = self.has_sinks or self.dropout_rate > 0.0 or self.mask.array is not None
@@ -146,8 +155,9 @@ def default_config(problem: Problem) -> ForwardConfig:
     mask = problem.mask
     # Terms of each key, or of each score, want registers in all loops.
     crowded = problem.bias is not None or problem.has_alibi or mask.array is not None
-    wide_bias = problem.bias is not None and problem.bias.dtype.itemsize == 4
-    wide_bias = wide_bias and min(problem.bias.shape[2:]) > 1
+    bias_bytes = 0
+    if problem.bias is not None and problem.has_bias_tiles:
+        bias_bytes = problem.bias.dtype.itemsize
     spill_bytes = _spill_budget(problem)
     if max(d, dv) <= 64:
         if problem.q_len <= 256 and not mask.is_trivial:
@@ -170,12 +180,13 @@ def default_config(problem: Problem) -> ForwardConfig:
         )
     # A narrow window is mostly edges: small tiles cover it with less beside it.
     is_narrow = mask.window is not None and sum(mask.window) < _NARROW
-    block_kv = 128 if max(d, dv) <= 128 and not is_narrow and not wide_bias else 64
+    block_kv = 128 if max(d, dv) <= 128 and not is_narrow and bias_bytes <= 2 else 64
     # What is live in a step: O, S, P and Q.
     query_registers = dv // 2 + block_kv // 2 + block_kv // 4 + d // 4 <= 192 and not crowded
     return ForwardConfig(
         block_kv=block_kv,
-        share_out=min(d, dv) == 256,
+        share_out=min(d, dv) == 256 or (bias_bytes > 0 and d >= dv),
+        bias_stages=1 if d + dv > 384 and bias_bytes == 4 else 2,
         query_registers=query_registers,
         opaque_index=not query_registers,
         num_stages=3 if is_narrow and max(d, dv) <= 128 else 2,

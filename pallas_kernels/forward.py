@@ -68,6 +68,15 @@ def scratch_tree(problem: Problem, config: ForwardConfig, ops: Ops) -> dict[str,
     """Shared memory and barriers, by name."""
     groups, stages = config.num_warpgroups, config.num_stages
     dtype = problem.dtype
+    bias: dict[str, Any] = {}
+    if problem.bias is not None and problem.has_bias_tiles:
+        count = config.bias_stages
+        shape = (count, groups, _ROWS, config.block_kv)
+        bias = {
+            "bias_s": tiles.buffer(shape, problem.bias.dtype),
+            "bias_full": plgpu.Barrier(num_arrivals=groups, num_barriers=count),
+            "bias_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=count),
+        }
     tree = {
         "q_s": tiles.buffer((groups, _ROWS, problem.head_dim), dtype),
         "k_s": tiles.buffer((stages, config.block_kv, problem.head_dim), dtype),
@@ -82,6 +91,7 @@ def scratch_tree(problem: Problem, config: ForwardConfig, ops: Ops) -> dict[str,
         "k_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         "v_full": plgpu.Barrier(num_barriers=stages),
         "v_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        **bias,
         "s_acc": ops.accumulator_scratch(groups, (_ROWS, config.block_kv)),
         "o_acc": ops.accumulator_scratch(groups, (_ROWS, problem.value_dim)),
     }
@@ -115,9 +125,9 @@ class _Kernel(ScoreTiles):
         @pl.when(self.warpgroup < consumers)
         def _() -> None:
             plgpu.set_max_registers(config.consumer_registers, action="increase")
-            for slot in range(config.num_stages):
-                self.arrive("k_empty", slot)
-                self.arrive("v_empty", slot)
+            for x, stages in self.rings.items():
+                for slot in range(stages):
+                    self.arrive(f"{x}_empty", slot)
             self.arrive("q_empty")
             if config.take_turns:
                 pl.when(self.warpgroup == consumers - 1)(self.pass_turn)  # to the first
@@ -135,10 +145,9 @@ class _Kernel(ScoreTiles):
         def _() -> None:
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             steps = self.for_each_tile(self.produce, jnp.int32(0))
-            for ahead in range(config.num_stages):
-                slot = self.slot(steps + ahead)
-                self.wait("k_empty", slot)
-                self.wait("v_empty", slot)
+            for x, stages in self.rings.items():
+                for ahead in range(stages):
+                    self.wait(f"{x}_empty", self.slot(steps + ahead, x))
             self.wait("q_empty")
 
     # What consumers and producer share.
@@ -149,8 +158,15 @@ class _Kernel(ScoreTiles):
     def wait(self, name: str, slot: Any = 0) -> None:
         plgpu.barrier_wait(self.refs[name].at[slot])
 
-    def slot(self, step: Any) -> Any:
-        return lax.rem(step, jnp.int32(self.config.num_stages))
+    @property
+    def rings(self) -> dict[str, int]:
+        """What comes with each key tile, and how many tiles of it there is room for."""
+        config = self.config
+        rings = {"k": config.num_stages, "v": config.num_stages}
+        return rings | {"bias": config.bias_stages} if "bias_s" in self.refs else rings
+
+    def slot(self, step: Any, ring: str = "k") -> Any:
+        return lax.rem(step, jnp.int32(self.rings[ring]))
 
     def for_each_tile(self, process: Callable[[Any, tuple[Any, ...], Any], Any], state: Any) -> Any:
         """Runs ``state = process(turn, words, state)`` on this block's tiles.
@@ -212,6 +228,15 @@ class _Kernel(ScoreTiles):
                 self.wait(f"{x}_empty", slot)
                 source = refs[x].at[batch, keys, kv_head]
                 plgpu.copy_gmem_to_smem(source, refs[f"{x}_s"].at[slot], refs[f"{x}_full"].at[slot])
+            if "bias" not in self.rings:
+                return
+            slot = self.slot(steps + i, "bias")
+            self.wait("bias_empty", slot)
+            of_head = self.terms.of("bias", batch, head)
+            for group in range(config.num_warpgroups):
+                rows = pl.ds(words[0] * config.block_q + group * _ROWS, _ROWS)
+                target, full = refs["bias_s"].at[slot, group], refs["bias_full"].at[slot]
+                plgpu.copy_gmem_to_smem(of_head.at[rows, keys], target, full)
 
         lax.fori_loop(0, tiles_to_load.count, load, None)
         return steps + tiles_to_load.count
@@ -250,8 +275,8 @@ class _Kernel(ScoreTiles):
         """Lets key tiles pass that other warpgroups visit."""
 
         def body(i: Any, _: None) -> None:
-            slot = self.slot(steps + i)
-            for x in ("k", "v"):
+            for x in self.rings:
+                slot = self.slot(steps + i, x)
                 self.wait(f"{x}_full", slot)
                 self.arrive(f"{x}_empty", slot)
             self.await_turn()
@@ -339,9 +364,13 @@ class _Kernel(ScoreTiles):
             m = (lse if shift is None else lse - shift) * (1.0 if problem.is_wide else tiles.LOG2_E)
 
             def weights(products: Array, column: Any) -> tuple[Array, Array]:
-                s = self.terms.scores(
-                    products, tile.terms, *self.beside(tile, column, recompute.KEYS)
-                )
+                columns, bias = self.of_keys(tile, column, recompute.KEYS), None
+                if "bias" in self.rings:
+                    keys = pl.ds(column, recompute.KEYS)
+                    bias = ops.gather_rows(
+                        self.terms.of("bias", *tile.place).at[:, keys], tile.row, _ROWS
+                    )
+                s = self.terms.scores(products, tile.terms, columns, bias)
                 s = self.hide(tile, s, column)
                 exponent = tiles.exponent(s, m, problem.scale_log2, wide=problem.is_wide)
                 p = jnp.exp2(exponent) * self.kept_scale
@@ -399,17 +428,24 @@ class _Kernel(ScoreTiles):
             self.pass_turn()
             return ops.load_accumulator(s_acc, wait=0)
 
-        def column_of(i: Any) -> tuple[Any, Any]:
+        def visit(i: Any) -> tuple[Any, Any, Array | None, Array | None]:
+            """First key, whether a mask is needed, terms of the keys, bias."""
             block, needs_mask = own.visit(i)
-            return block * config.block_kv, needs_mask
+            column = block * config.block_kv
+            columns, bias = self.of_keys(tile, column, config.block_kv), None
+            if "bias" in self.rings:
+                slot = self.slot(steps + i, "bias")
+                self.wait("bias_full", slot)
+                bias = ops.load_tile(refs["bias_s"].at[slot, self.warpgroup])
+                self.arrive("bias_empty", slot)
+            return column, needs_mask, columns, bias
 
-        column, _ = column_of(0)
-        beside = self.beside(tile, column, config.block_kv)
+        column, _, columns, bias = visit(0)
         self.wait("k_full", self.slot(steps))
         self.await_turn()
         s = ops.with_accumulator(first_scores, score_shape, self.backing("s_acc"))
         self.arrive("k_empty", self.slot(steps))
-        s = self.terms.scores(s, tile.terms, *beside)
+        s = self.terms.scores(s, tile.terms, columns, bias)
         if self.edges.masked:
             s = self.hide(tile, s, column)
         stats = tiles.first_stats(
@@ -425,8 +461,7 @@ class _Kernel(ScoreTiles):
             """Key tile ``i``; masked None means that a branch decides."""
             p, stats, alpha = carry
             key_slot, value_slot = self.slot(steps + i), self.slot(steps + i - 1)
-            column, needs_mask = column_of(i)
-            beside = self.beside(tile, column, config.block_kv)
+            column, needs_mask, columns, bias = visit(i)
             if not config.early_wait:
                 self.wait("k_full", key_slot)
             self.await_turn()
@@ -441,7 +476,7 @@ class _Kernel(ScoreTiles):
 
             s = ops.with_accumulator(products, score_shape, self.backing("s_acc"))
             self.arrive("k_empty", key_slot)
-            s = self.terms.scores(s, tile.terms, *beside)
+            s = self.terms.scores(s, tile.terms, columns, bias)
             if masked is None:
                 s = lax.cond(needs_mask, lambda: self.hide(tile, s, column), lambda: s)
             elif masked:

@@ -140,15 +140,11 @@ class ScoreTiles:
         """What the logits of each row have beside their scores."""
         return self.of_queries(tile) if self.problem.soft_cap is None else None
 
-    def beside(self, tile: QueryTile, column: Any, size: int) -> tuple[Array | None, Array | None]:
-        """The terms of ``size`` keys, and the bias of the tile; None where there are none."""
-        problem, columns, bias = self.problem, None, None
-        if not problem.has_plain_scores:
-            columns = self.terms.of_keys(*tile.place, column, size, tile.origin, as_rows=False)
-        if "bias" in self.refs:
-            of_head = self.terms.of("bias", *tile.place).at[:, pl.ds(column, size)]
-            bias = self.ops.gather_rows(of_head, tile.row, _ROWS)
-        return columns, bias
+    def of_keys(self, tile: QueryTile, column: Any, size: int) -> Array | None:
+        """What the logits of each of ``size`` keys have in common."""
+        if self.problem.has_plain_scores:
+            return None
+        return self.terms.of_keys(*tile.place, column, size, tile.origin, as_rows=False)
 
     def hide(self, tile: QueryTile, s: Array, column: Any) -> Array:
         """Scores with -inf where the keys from ``column`` on are hidden."""

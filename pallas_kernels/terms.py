@@ -69,13 +69,13 @@ def inputs(problem: Problem, mask: Mask, arrays: Arrays, rows: int, keys: int) -
     found: dict[str, Array] = {}
     if arrays.bias is not None:
         bias = arrays.bias
-        if bias.shape[3] == 1 and problem.kv_len > 1:
-            found["bias_rows"] = _vector(bias[..., 0], problem.q_len, rows)
+        if problem.has_bias_tiles:
+            surplus = keys - bias.shape[3]
+            found["bias"] = jnp.pad(bias, ((0, 0),) * 3 + ((0, surplus),)) if surplus else bias
         elif bias.shape[2] == 1:
             found["bias_keys"] = _vector(bias[:, :, 0], problem.kv_len, keys)
         else:
-            surplus = keys - bias.shape[3]
-            found["bias"] = jnp.pad(bias, ((0, 0),) * 3 + ((0, surplus),)) if surplus else bias
+            found["bias_rows"] = _vector(bias[..., 0], problem.q_len, rows)
     if arrays.alibi_slopes is not None:
         found["slopes"] = arrays.alibi_slopes
         if mask.q_offsets is not None:
