@@ -1,5 +1,5 @@
-// Scatters new tokens into their slots, in place, one block a token: as they are where the pools hold
-// what is given, else rotated, scaled and rounded on the way.
+// Scatters new tokens into their slots, in place, one block a token: as they are where the pools
+// hold what is given, else rotated, scaled and rounded on the way.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>

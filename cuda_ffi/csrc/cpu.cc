@@ -178,7 +178,8 @@ namespace {
 void append_token(const AppendParams& p, const AppendSide& side, int token, int pairs) {
   const int slot = p.slots[token];
   if (slot < 0 || slot >= p.num_slots) return;
-  const int64_t place = slot / p.page_size * side.page_stride + slot % p.page_size * side.token_stride;
+  const int64_t place =
+      slot / p.page_size * side.page_stride + slot % p.page_size * side.token_stride;
   for (int64_t head = 0; head < p.kv_heads; ++head) {
     const int64_t from = ((int64_t)token * p.kv_heads + head) * side.dim;
     const float scale = side.scale ? side.scale[head * side.scale_stride] : 1.f;
@@ -198,7 +199,8 @@ void append_token(const AppendParams& p, const AppendSide& side, int token, int 
 void copy_token(const AppendParams& p, const AppendSide& side, int token) {
   const int slot = p.slots[token];
   if (slot < 0 || slot >= p.num_slots) return;
-  const int64_t place = slot / p.page_size * side.page_stride + slot % p.page_size * side.token_stride;
+  const int64_t place =
+      slot / p.page_size * side.page_stride + slot % p.page_size * side.token_stride;
   const size_t bytes = side.dim * size_of(p.pool_type);
   for (int64_t head = 0; head < p.kv_heads; ++head) {
     std::memcpy((char*)side.pages + (place + head * side.head_stride) * size_of(p.pool_type),

@@ -1,8 +1,8 @@
 // Which kernel runs a call: from shapes and the device alone, never from the lengths, which stay on
 // the device.
 //
-// Measured on an H200 (docs/log.md): a cluster of up to 8 blocks an item is the fastest while all
-// clusters are resident at once and no sequence can be long; one block an item where items are many
+// Measured on an H200 (docs/log.md): a cluster of blocks an item is the fastest while all clusters
+// are resident at once and no sequence can be long; one block an item where items are many
 // and short; equal ranges for everything else.
 #pragma once
 #include <algorithm>
@@ -24,6 +24,10 @@ Status allow_shared_memory(const DeviceFacts& device) {
   if (done.load() & bit) return {};
   JF_CHECK(cudaFuncSetAttribute(decode_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 device.smem_bytes));
+  if (device.capability >= 90 && !C::kBalanced) {
+    JF_CHECK(cudaFuncSetAttribute(decode_kernel<C>,
+                                  cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  }
   done |= bit;
   return {};
 }
@@ -42,7 +46,7 @@ Status make_maps(const DecodeParams& p, CUtensorMap* key_map, CUtensorMap* value
 // and size, since the driver takes longer to answer than to launch.
 template <class C>
 Status resident_clusters(const DeviceFacts& device, int parts, int rows, int smem, int* count) {
-  static std::atomic<int> known[16][kMaxParts + 1][C::kRows + 1];  // the answer + 1
+  static std::atomic<int> known[16][kMostParts + 1][C::kRows + 1];  // the answer + 1
   std::atomic<int>& answer = known[device.device & 15][parts][rows];
   if ((*count = answer.load() - 1) >= 0) return {};
   cudaLaunchAttribute attribute{};
@@ -51,7 +55,13 @@ Status resident_clusters(const DeviceFacts& device, int parts, int rows, int sme
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(parts), config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = smem, config.attrs = &attribute, config.numAttrs = 1;
-  JF_CHECK(cudaOccupancyMaxActiveClusters(count, decode_kernel<C>, &config));
+  const cudaError_t error = cudaOccupancyMaxActiveClusters(count, decode_kernel<C>, &config);
+  if (error != cudaSuccess && parts > kSteadyParts) {  // this GPU has none so large
+    cudaGetLastError();
+    *count = 0;
+  } else {
+    JF_CHECK(error);
+  }
   answer = *count + 1;
   return {};
 }
@@ -60,7 +70,7 @@ template <class C>
 Status launch_fixed(const DecodeParams& p, Grid grid, int parts, cudaStream_t stream) {
   CUtensorMap key_map, value_map;
   JF_RETURN_IF_FAILED(make_maps<C>(p, &key_map, &value_map));
-  grid.parts = parts, grid.parts_shift = parts == 8 ? 3 : parts / 2;
+  grid.parts = parts, grid.finish_shift = C::finish_shift(parts);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {(unsigned)parts, 1, 1};
@@ -78,7 +88,7 @@ Status launch_balanced(const DecodeParams& p, Grid grid, int max_chunks,
                        const DeviceFacts& device, cudaStream_t stream) {
   CUtensorMap key_map, value_map;
   JF_RETURN_IF_FAILED(make_maps<C>(p, &key_map, &value_map));
-  grid.parts = 1;
+  grid.parts = 1, grid.finish_shift = 0;
   const int smem = C::smem_bytes(p, grid.rows, 1);
   int blocks;
   JF_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<C>, C::kThreads,
@@ -118,7 +128,7 @@ inline int visible_capacity(const DecodeParams& p) {
   return is_bounded ? (int)std::min<int64_t>(p.capacity, window) : p.capacity;
 }
 
-// Solo: one block an item. Cluster: up to 8. Ranges: equal ranges.
+// Solo: one block an item. Cluster: up to 16. Ranges: equal ranges.
 template <class Solo, class Cluster, class Ranges_>
 Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
   Grid grid{};
@@ -134,17 +144,22 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
   JF_RETURN_IF_FAILED(allow_shared_memory<Ranges_>(device));
   const bool has_clusters = device.capability >= 90;
   if (p.batch_invariant) {
-    return launch_fixed<Cluster>(p, grid, has_clusters ? kMaxParts : 1, stream);
+    return launch_fixed<Cluster>(p, grid, has_clusters ? kSteadyParts : 1, stream);
   }
   // A single sequence may be long: there is no other whose blocks would wait for it.
   if (has_clusters && (tokens <= kMaxClusterTokens || p.batch == 1)) {
-    for (int parts = kMaxParts; parts > 1; parts /= 2) {
+    // As many blocks as run at once; no more than give each warp something to do.
+    const int useful = std::min(kMostParts, (max_chunks + Cluster::kWarps - 1) / Cluster::kWarps);
+    for (int parts = useful; parts > 1; --parts) {
       if (items * parts > 2 * device.multiprocessors) continue;
       if (tokens > kMaxClusterTokens && 5 * items * parts < 2 * device.multiprocessors) break;
       int resident;
       const int smem = Cluster::smem_bytes(p, grid.rows, parts);
       JF_RETURN_IF_FAILED(resident_clusters<Cluster>(device, parts, grid.rows, smem, &resident));
       if (items <= resident) return launch_fixed<Cluster>(p, grid, parts, stream);
+    }
+    if (useful == 1 && items <= device.multiprocessors) {
+      return launch_fixed<Cluster>(p, grid, 1, stream);
     }
   }
   const int enough = tokens <= kMaxSoloTokens / 2 ? device.multiprocessors * 9 / 10

@@ -213,8 +213,8 @@ JF_DEVICE void send(uint32_t address, uint32_t barrier, float4 x) {
 
 JF_DEVICE void send(uint32_t address, uint32_t barrier, float2 x) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(
-          address),
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, "
+      "[%3];" ::"r"(address),
       "f"(x.x), "f"(x.y), "r"(barrier)
       : "memory");
 }
