@@ -72,6 +72,7 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
     const int floats = (C::kDV >> grid.finish_shift) + 2;  // columns and (m, l)
     barrier_expect(inbox_barrier, grid.parts * consumer.rows * floats * 4);
   }
+  __syncwarp();
   const Ranges ranges{(int*)tail, p.kv_heads};
   if constexpr (C::kBalanced) {
     launch_dependents();
@@ -79,7 +80,6 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
   } else if (grid.parts > 1) {
     cluster_arrive_relaxed();
   }
-  __syncwarp();
 
   auto walk = [&] {
     if constexpr (C::kBalanced) {
@@ -140,8 +140,7 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
       if constexpr (C::kBalanced) {
         if (segment.is_whole()) {
           if (d < p.value_dim) {
-            write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(),
-                                  x);
+            write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(), x);
           }
         } else {
           const int slot = 2 * (blockIdx.y * gridDim.x + blockIdx.x) + (segment.first == 0);
@@ -151,8 +150,7 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
         }
       } else if (grid.parts == 1) {
         if (d < p.value_dim) {
-          write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(),
-                                  x);
+          write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(), x);
         }
       } else {  // to the block that finishes these columns, and (m, l) to all
         const int from = part * grid.rows + row;
@@ -181,8 +179,7 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
             return State4{s.x, s.y, *(const float4*)(inbox + (from << width_shift) + column)};
           });
         }
-        write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(),
-                                  x);
+        write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(), x);
       }
     }
     if (walk.valid) __syncthreads();  // before the states are written again
