@@ -127,7 +127,9 @@ def attention_backward(
         kv_surplus = -problem.kv_len % config.block_kv
         inputs["kv_segments"] = jnp.pad(mask.kv_segments, ((0, 0), (0, kv_surplus)))
     rows, keys = problem.q_len + surplus, num_kv_tiles * config.block_kv
-    read, lse = backward_terms.inputs(problem, mask, arrays or Arrays(), lse, rows, keys)
+    columns = config.block_q // config.parts
+    arrays = arrays or Arrays()
+    read, lse = backward_terms.inputs(problem, mask, arrays, lse, rows, keys, columns)
     inputs |= read
     # Rows past the end, like rows without a gradient, have probabilities of exp2(0 - inf).
     padding = ((0, 0), (0, 0), (0, surplus))

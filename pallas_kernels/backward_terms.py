@@ -25,7 +25,7 @@ Array = jax.Array
 
 
 def inputs(
-    problem: Problem, mask: Mask, arrays: Arrays, lse: Array, rows: int, keys: int
+    problem: Problem, mask: Mask, arrays: Arrays, lse: Array, rows: int, keys: int, columns: int
 ) -> tuple[dict[str, Array], Array]:
     """What the kernel reads, by name, and the log-sum-exp that it compares with.
 
@@ -36,6 +36,7 @@ def inputs(
         lse: fp32 ``[B, Hq, Tq]``, natural; +inf where a row has no gradient.
         rows: Tq rounded up to whole tiles.
         keys: Tk rounded up to whole tiles.
+        columns: queries that are worked on together.
 
     Returns:
         What :func:`pallas_kernels.terms.inputs` makes, without sinks, where ``bias`` is transposed,
@@ -44,7 +45,8 @@ def inputs(
         - ``visible_keys`` fp32 ``[B|1, Hq|1, keys]``, 1 where seen, if it is of one row;
         - ``visible_bits`` int32 ``[B|1, Hq|1, Tk|1, words]``, packed, transposed, if not;
 
-        and lse without what all logits of a row have in common.
+        and lse without what all logits of a row have in common, of ALiBi only the distance to the
+        first of ``columns`` queries (:func:`folds_positions`).
     """
     bias = arrays.bias
     if bias is not None:
@@ -57,9 +59,17 @@ def inputs(
     if "bias_rows" in found and problem.soft_cap is None:
         common = found.pop("bias_rows")[..., : problem.q_len]
         lse = lse - jnp.where(jnp.isfinite(common), common, 0.0)
+    if arrays.alibi_slopes is not None and folds_positions(problem):
+        place = jnp.arange(problem.q_len, dtype=jnp.int32) % columns
+        lse = lse + arrays.alibi_slopes[:, :, None] * place.astype(jnp.float32)
     if mask.array is not None:
         found |= _visible(mask.array, problem, keys)
     return found, lse
+
+
+def folds_positions(problem: Problem) -> bool:
+    """Whether ALiBi's distances between queries are part of lse, and need no work in the kernel."""
+    return problem.soft_cap is None and problem.mask.q_offsets is None
 
 
 def is_column(bias: Array | jax.ShapeDtypeStruct, kv_len: int) -> bool:

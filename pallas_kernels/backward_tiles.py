@@ -17,6 +17,7 @@ from jax_flash.mask import dropout_threshold
 from pallas_kernels import ops as primitives
 from pallas_kernels import schedule as schedules
 from pallas_kernels import tiles
+from pallas_kernels.backward_terms import folds_positions
 from pallas_kernels.column_sums import add_column_sums
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
@@ -152,9 +153,12 @@ class Tiles:
         at, names = (step.batch, step.head), self.refs
         of_keys = of_queries = bias = visible = row_keys = seed = None
         if not self.problem.has_plain_scores:
-            # Positions are relative to the tile's first key: large ones then cost no accuracy.
-            of_keys = terms.of_keys(*at, key, num_keys, key, as_rows=True)
-            of_queries = terms.of_queries(*at, row, num_queries, key, as_rows=False)
+            # Positions are relative to a near one: large ones then cost no accuracy.
+            folds = folds_positions(self.problem)
+            origin = row + self.problem.mask.q_offset if folds else key
+            of_keys = terms.of_keys(*at, key, num_keys, origin, as_rows=True)
+            if not folds:
+                of_queries = terms.of_queries(*at, row, num_queries, key, as_rows=False)
         if "bias" in names:
             tile = terms.of("bias", *at).at[:, pl.ds(row, num_queries)]
             bias = self.ops.gather_rows(tile, key, num_keys)
