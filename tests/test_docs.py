@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-PAGES = ["README.md", "docs/recipes.md", "docs/serving.md", "docs/tuning.md"]
+PAGES = ["README.md", "docs/decoding.md", "docs/recipes.md", "docs/serving.md", "docs/tuning.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
