@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,8 +76,13 @@ def _bias(shape: tuple[int, ...], *constants: str, **terms: Any) -> _Call:
     return _Call(terms={"bias": bias, **terms}, constants=constants)
 
 
+@functools.cache
+def rows() -> dict[str, AttentionSpec]:
+    """The features of the table, each with a call that has it."""
+    return {label: call.spec() for label, call in _calls().items()}
+
+
 def _calls() -> dict[str, _Call]:
-    """The rows of the table."""
     by_key, by_row = (_BATCH, 1, 1, _LEN), (_BATCH, _HEADS, _LEN, 1)
     shared, full = (1, _HEADS, _LEN, _LEN), (_BATCH, _HEADS, _LEN, _LEN)
     segments = _array(_BATCH, _LEN)
@@ -150,8 +156,7 @@ def markdown(device: Device) -> str:
         [head, *(f'`"{name}"`' for name in backends.NAMES)],
         ["---"] * (1 + len(backends.NAMES)),
     ]
-    for label, call in _calls().items():
-        spec = call.spec()
+    for label, spec in rows().items():
         lines.append([label, *(_cell(name, spec, device) for name in backends.NAMES)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

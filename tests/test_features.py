@@ -61,7 +61,7 @@ def test_kernels_count_as_compiled(monkeypatch):
         reads_a_cache = "decode_attention" in label or "paged_attention" in label
         assert cell == (features.FORWARD_ONLY if reads_a_cache else features.NO)
     assert "not built" in backends.reason_against(
-        "cuda", features._calls()["`decode_attention`"].spec(), Device("gpu", "12.0")
+        "cuda", features.rows()["`decode_attention`"], Device("gpu", "12.0")
     )
 
 
@@ -85,7 +85,7 @@ def test_cells_are_what_the_implementation_answers(kind, monkeypatch):
 
 
 def test_rows_are_about_what_they_say():
-    specs = {label: call.spec() for label, call in features._calls().items()}
+    specs = features.rows()
     assert len({str(spec.arrays) + repr(spec) for spec in specs.values()}) == len(specs)
     kinds = {spec.kind for spec in specs.values()}
     assert kinds == {"dense", "ragged", "decode", "paged"}
