@@ -143,7 +143,9 @@ struct Consumer {
   // One chunk. The general form knows all terms and masks; the plain one is the same without them.
   template <bool kPlain>
   JF_DEVICE void step(uint32_t stage, int token, uint32_t lost) {
-    float x[kQTiles][4] = {};
+    // Products of one sum wait for each other: of one tile there are two sums.
+    constexpr int kSums = kQTiles == 1 ? 2 : 1;
+    float x[kQTiles][4], sums[kSums][kQTiles][4] = {};
 #pragma unroll
     for (int pair = 0; pair < C::kDK / 32; ++pair) {
       uint32_t a[2][4];
@@ -152,8 +154,15 @@ struct Consumer {
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int n = 0; n < kQTiles; ++n) {
-          mma<Math>(x[n], a[h], q[n][2 * pair + h][0], q[n][2 * pair + h][1]);
+          mma<Math>(sums[h % kSums][n], a[h], q[n][2 * pair + h][0], q[n][2 * pair + h][1]);
         }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kQTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[n][i] = kSums == 1 ? sums[0][n][i] : sums[0][n][i] + sums[kSums - 1][n][i];
       }
     }
     float v_scale[2] = {1.f, 1.f};
