@@ -290,24 +290,33 @@ def forward_cases() -> Iterator[Case]:
 
 
 def backward_cases() -> Iterator[Case]:
-    """Every configuration that the backward kernel ships."""
+    """Every configuration that the backward kernel ships, with all gradients of terms."""
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import backward, backward_body, backward_config
+    from pallas_kernels import backward, backward_body, backward_config, backward_terms
     from pallas_kernels.ops import Ops
+    from pallas_kernels.terms import Arrays
 
     dims = [(64, 64), (128, 128), (128, 64), (192, 192), (192, 128), (256, 256)]
-    for name, problem, (q, k, v) in _problems(dims):
+    plain = ((*x, Arrays()) for x in _problems(dims))
+    for name, problem, (q, k, v), terms in itertools.chain(plain, _problems_with_terms()):
         options = backward_config.default_config(problem)
         do = jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), q.dtype)
         rows = jax.ShapeDtypeStruct((2, 4, problem.q_len), jnp.float32)
+        wanted = backward_terms.Wanted(
+            bias=terms.bias is not None, alibi_slopes=terms.alibi_slopes is not None
+        )
+        launch = functools.partial(
+            backward.attention_backward, problem, config=options, wanted=wanted
+        )
+        sums = backward_terms.sums(problem, wanted, problem.q_len, problem.kv_len)
         yield Case(
             f"backward {name}",
-            functools.partial(backward.attention_backward, problem, config=options),
-            (q, k, v, do, rows, rows, problem.mask),
+            launch,
+            (q, k, v, do, rows, rows, problem.mask, terms._replace(sinks=None)),
             options,
-            backward_body.scratch_tree(problem, options, Ops()),
+            backward_body.scratch_tree(problem, options, Ops(), tuple(sums)),
         )
 
 

@@ -127,9 +127,8 @@ def attention_backward(
         kv_surplus = -problem.kv_len % config.block_kv
         inputs["kv_segments"] = jnp.pad(mask.kv_segments, ((0, 0), (0, kv_surplus)))
     rows, keys = problem.q_len + surplus, num_kv_tiles * config.block_kv
-    columns = config.block_q // config.parts
     arrays = arrays or Arrays()
-    read, lse = backward_terms.inputs(problem, mask, arrays, lse, rows, keys, columns)
+    read, lse = backward_terms.inputs(problem, mask, arrays, lse, rows, keys, config.part_columns)
     inputs |= read
     # Rows past the end, like rows without a gradient, have probabilities of exp2(0 - inf).
     padding = ((0, 0), (0, 0), (0, surplus))
@@ -142,7 +141,7 @@ def attention_backward(
         affordable = _SLAB_BYTES // max(4 * math.prod(dq_shape), 1)
         slabs = max(min(num_kv_tiles, num_blocks // (batch * num_heads), affordable), 1)
     dq_shape = (slabs * batch, *dq_shape[1:])
-    extra = backward_terms.sums(problem, read, wanted or Wanted(), rows, keys)
+    extra = backward_terms.sums(problem, wanted or Wanted(), rows, keys)
     # A deterministic launch writes some rows of dk and dv, another launch the others.
     sums = (*(("dq", "dk", "dv") if deterministic else ("dq",)), *extra)
     outputs = {} if deterministic else {"dk": k, "dv": v}

@@ -60,7 +60,7 @@ def scratch_tree(
     d, dv, dtype = problem.head_dim, problem.value_dim, problem.dtype
     block_q, block_kv, stages = config.block_q, config.block_kv, config.ds_buffers
     dq_shape = (ROWS, d if config.splits_rows else d // GROUPS)
-    scores = (ROWS, block_q // config.parts)
+    scores = (ROWS, config.part_columns)
     # A slice of an operand must consist of whole swizzled tiles, and both operands be alike.
     widest = 64 if config.own_gradients and dq_shape[1] % 64 else 128
 
@@ -100,7 +100,15 @@ def scratch_tree(
     if "dbias" in extra and ROWS % columns:
         # Where dQ is staged there is no room for whole pieces of dS'.
         makers = 1 if config.own_gradients else GROUPS
-        tree["bias_s"] = tiles.buffer((makers, ROWS, 32), jnp.float32)
+        tree["dbias_s"] = tiles.buffer((makers, ROWS, 32), jnp.float32)
+    if problem.bias is not None and problem.has_bias_tiles and config.bias_stages:
+        tree |= {
+            "bias_s": tiles.buffer(
+                (config.bias_stages, block_kv, config.part_columns), problem.bias.dtype
+            ),
+            "bias_full": barriers(config.bias_stages, 1),
+            "bias_empty": barriers(config.bias_stages),
+        }
     if config.own_gradients:
         tree |= {
             "p_s": buffer(block_kv, block_q),
@@ -127,6 +135,7 @@ class Kernel(Tiles):
     ):
         super().__init__(problem, ops, edges, refs)
         self.config = config
+        self.bias_stages = config.bias_stages if "bias_s" in refs else 0
         self.group = problem.num_q_heads // problem.num_kv_heads
         self.slabs = refs["dq"].shape[0] // problem.batch
 
@@ -142,6 +151,8 @@ class Kernel(Tiles):
                 self.arrive("q_empty", slot)
             for slot in range(config.do_stages):
                 self.arrive("do_empty", slot)
+            for slot in range(self.bias_stages):
+                self.arrive("bias_empty", slot)
             self.begin()
             self.end(self.for_each_tile(self.consume))
             plgpu.wait_smem_to_gmem(0)
@@ -155,6 +166,8 @@ class Kernel(Tiles):
                 self.wait("q_empty", remainder(turns + ahead, config.q_stages))
             for ahead in range(config.do_stages):
                 self.wait("do_empty", remainder(turns + ahead, config.do_stages))
+            for ahead in range(self.bias_stages):
+                self.wait("bias_empty", self.bias_slot(turns, ahead))
 
     # What consumers and producer share.
 
@@ -225,6 +238,12 @@ class Kernel(Tiles):
         def load_tile(turn: Any, at: tuple[Any, ...], row: Any) -> None:
             load("q", of_queries, remainder(turn, config.q_stages), at, row)
             load("do", ("delta",), remainder(turn, config.do_stages), at, row)
+            for part in range(config.parts if self.bias_stages else 0):
+                slot = self.bias_slot(turn, part)
+                self.wait("bias_empty", slot)
+                queries = pl.ds(row + part * config.part_columns, config.part_columns)
+                source, full = self.terms.of("bias", *at).at[keys, queries], refs["bias_full"]
+                plgpu.copy_gmem_to_smem(source, refs["bias_s"].at[slot], full.at[slot])
 
         def load_head(g: Any, turns: Any) -> Any:
             at = batch, kv_head * self.group + g
@@ -244,6 +263,10 @@ class Kernel(Tiles):
 
         self.for_each_query_head(load_head, turns)
         return turns + self.num_steps(tile)
+
+    def bias_slot(self, turn: Any, part: int) -> Any:
+        """Place of a step's part in the ring of the bias."""
+        return remainder(turn * self.config.parts + part, self.bias_stages)
 
     def num_steps(self, tile: Tile) -> Any:
         """How many steps a key tile has."""

@@ -26,6 +26,8 @@ class BackwardConfig:
         q_stages: Q tiles in flight.
         do_stages: dO tiles in flight.
         ds_buffers: tiles of dS' in flight; at least 2 with own keys.
+        bias_stages: own keys: tiles of a bias in flight, each of a part's queries; 0 reads it from
+            global memory when it is needed.
         dq_columns: columns of dQ that a warpgroup stages at a time; 0 is all it has.
         take_turns: own keys: consumers take turns in issuing S' and dP'.
         split_edges: peel masked query tiles into loops of their own, instead of a branch.
@@ -41,6 +43,7 @@ class BackwardConfig:
     q_stages: int = 2
     do_stages: int = 2
     ds_buffers: int = 2
+    bias_stages: int = 0
     dq_columns: int = 0
     take_turns: bool = True
     split_edges: bool = True
@@ -73,6 +76,11 @@ class BackwardConfig:
         return _ROWS if self.own_gradients else GROUPS * _ROWS
 
     @property
+    def part_columns(self) -> int:
+        """Queries of a part."""
+        return self.block_q // self.parts
+
+    @property
     def splits_rows(self) -> bool:
         """Whether the consumers share the rows of dQ, not its columns."""
         return self.block_q > _ROWS
@@ -87,15 +95,48 @@ def default_config(problem: Problem) -> BackwardConfig:
     if widest <= 64:
         spill_bytes = 200 if ids else 128  # LLVM of one JAX or another: up to 32 bytes apart
         return BackwardConfig(
-            block_q=128, parts=2, split_edges=split_edges, spill_bytes=spill_bytes
+            block_q=128,
+            parts=2,
+            bias_stages=_bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32),
+            split_edges=split_edges,
+            spill_bytes=spill_bytes + _more_spill_bytes(problem),
         )
     if widest <= 128:
-        return BackwardConfig(split_edges=split_edges, spill_bytes=112 if ids else 48)
+        return BackwardConfig(
+            bias_stages=_bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32),
+            split_edges=split_edges,
+            spill_bytes=(112 if ids else 48) + _more_spill_bytes(problem),
+        )
+    spill_bytes = _more_spill_bytes(problem)
     if widest <= 192:
-        return BackwardConfig(own_gradients=True, split_edges=split_edges)
+        return BackwardConfig(own_gradients=True, split_edges=split_edges, spill_bytes=spill_bytes)
     return BackwardConfig(
-        own_gradients=True, do_stages=1, ds_buffers=1, dq_columns=64, split_edges=split_edges
+        own_gradients=True,
+        do_stages=1,
+        ds_buffers=1,
+        dq_columns=64,
+        split_edges=split_edges,
+        spill_bytes=spill_bytes,
     )
+
+
+def _bias_stages(problem: Problem, kibibytes: int) -> int:
+    """Tiles of a bias, of 128 keys and 64 queries, that fit into what shared memory is left."""
+    if problem.bias is None or not problem.has_bias_tiles:
+        return 0
+    tile_bytes = GROUPS * _ROWS * _ROWS * problem.bias.dtype.itemsize
+    return min(kibibytes * 1024 // tile_bytes, 2)
+
+
+def _more_spill_bytes(problem: Problem) -> int:
+    """What terms and their gradients may spill in addition: a mixture more than one of them."""
+    kinds = (
+        problem.soft_cap is not None,
+        problem.dropout_rate > 0.0,
+        problem.bias is not None or problem.has_alibi,
+        problem.mask.array is not None,
+    )
+    return 64 * any(kinds) + 192 * (sum(kinds) > 1)
 
 
 def padded_dims(head_dim: int, value_dim: int) -> tuple[int, int]:

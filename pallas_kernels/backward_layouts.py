@@ -25,7 +25,7 @@ class OwnKeys(Kernel):
     def accumulator_shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes of the accumulators, by name."""
         config, problem = self.config, self.problem
-        scores = (ROWS, config.block_q // config.parts)
+        scores = (ROWS, config.part_columns)
         return {
             "s_acc": scores,
             "dp_acc": scores,
@@ -103,7 +103,7 @@ class OwnKeys(Kernel):
         refs, config, ops = self.refs, self.config, self.ops
         zero = ops.opaque_zero()
         q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
-        parts, width = config.parts, config.block_q // config.parts
+        parts, width = config.parts, config.part_columns
         spans = [pl.ds(part * width, width) for part in range(parts)]
         key = self.first_key(step.key)
 
@@ -129,6 +129,11 @@ class OwnKeys(Kernel):
                 if part == 0:
                     self.pass_turn()
                     self.wait("ds_empty", ds_slot)
+                if self.bias_stages:
+                    slot = self.bias_slot(step.turn, part)
+                    self.wait("bias_full", slot)
+                    given = given._replace(bias=ops.load_tile(self.own_keys("bias_s", slot)))
+                    self.arrive("bias_empty", slot)
                 p = self.probabilities(step, s, lse, given, row, key)
                 p16 = p.kept.astype(self.problem.dtype)
                 delta = ops.load_shared_columns(refs["delta_s"].at[do_slot, span])

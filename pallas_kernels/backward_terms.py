@@ -84,14 +84,11 @@ class Wanted(NamedTuple):
     alibi_slopes: bool = False
 
 
-def sums(
-    problem: Problem, read: Mapping[str, Array], wanted: Wanted, rows: int, keys: int
-) -> dict[str, jax.ShapeDtypeStruct]:
+def sums(problem: Problem, wanted: Wanted, rows: int, keys: int) -> dict[str, jax.ShapeDtypeStruct]:
     """What the kernel adds up for them, fp32, by name.
 
     Args:
         problem: static facts.
-        read: of :func:`inputs`.
         wanted: gradients.
         rows: Tq rounded up to whole tiles.
         keys: Tk rounded up to whole tiles.
@@ -107,13 +104,14 @@ def sums(
         - ``dslopes`` ``[B, Hq, keys]``, of the slopes, still to be summed over keys.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    if wanted.bias and "bias" in read:
-        shapes["dbias"] = (*read["bias"].shape[:2], keys, rows)
-    by_key = (problem.batch, problem.num_q_heads, keys)
-    if wanted.bias and "bias_keys" in read:
-        shapes["dbias_keys"] = by_key
-    if wanted.bias and "bias_rows" in read:
-        shapes["dbias_queries"] = (GROUPS, problem.batch, problem.num_q_heads, rows)
+    bias, by_key = problem.bias, (problem.batch, problem.num_q_heads, keys)
+    if wanted.bias and bias is not None:
+        if problem.has_bias_tiles:
+            shapes["dbias"] = (*bias.shape[:2], keys, rows)
+        elif not is_column(bias, problem.kv_len):
+            shapes["dbias_keys"] = by_key
+        elif problem.soft_cap is not None:
+            shapes["dbias_queries"] = (GROUPS, problem.batch, problem.num_q_heads, rows)
     if wanted.alibi_slopes:
         shapes["dslopes"] = by_key
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}

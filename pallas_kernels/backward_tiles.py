@@ -159,7 +159,7 @@ class Tiles:
             of_keys = terms.of_keys(*at, key, num_keys, origin, as_rows=True)
             if not folds:
                 of_queries = terms.of_queries(*at, row, num_queries, key, as_rows=False)
-        if "bias" in names:
+        if "bias" in names and "bias_s" not in names:
             tile = terms.of("bias", *at).at[:, pl.ds(row, num_queries)]
             bias = self.ops.gather_rows(tile, key, num_keys)
         if "visible_keys" in names:
@@ -279,8 +279,8 @@ class Tiles:
         if "dbias" not in self.refs:
             return
         source = self.refs["dq_s"].at[self.warpgroup]
-        if "bias_s" in self.refs:
-            staging = self.refs["bias_s"]
+        if "dbias_s" in self.refs:
+            staging = self.refs["dbias_s"]
             source = staging.at[self.warpgroup if staging.shape[0] > 1 else 0]
         width = source.shape[1]
         for first in range(0, ds.shape[1], width):

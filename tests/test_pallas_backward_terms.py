@@ -277,8 +277,7 @@ HIDING = {
 }
 
 
-@pytest.mark.parametrize("soft_cap", [None, 4.0])
-@pytest.mark.parametrize("d", [128, 192])
+@pytest.mark.parametrize(("d", "soft_cap"), [(128, 4.0), (192, None)])
 @pytest.mark.parametrize("name", HIDING)
 def test_what_is_hidden_may_be_anything(name, d, soft_cap):
     """Keys, values and biases that no query sees, beside visible ones of the same tile."""
