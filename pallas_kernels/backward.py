@@ -27,6 +27,16 @@ Queries that need no mask come without a test. In the rest scores and dS' are re
 is hidden, and K_j is cleaned of NaN and inf once, because dQ multiplies it by zeros. Rows with
 lse = +inf have P' = 0: that is how the launcher marks rows that see nothing, or see NaN.
 
+Terms (:mod:`pallas_kernels.terms`) are compile-time options. What the logits of a query have in
+common goes into lse, outside, unless a soft cap stands between. With a soft cap c tanh(x / c), dS'
+has the factor 1 - tanh^2. Dropout, drawn anew, makes P' negative where it drops: dV then takes the
+rest, and dS' = P' * (dP' / (1 - rate) - delta) or |P'| * (0 - delta). A boolean mask has lists of
+the query tiles that see a key tile, a bias comes transposed, tile by tile. Gradients of terms are
+computed where somebody asks for them: that of a full bias is dS' added up in fp32, in its own
+shape; those of a bias of one row and of ALiBi slopes are sums over queries, kept in registers;
+those of sinks and of a bias of one column are known without the kernel, the latter unless there is
+a soft cap.
+
 Constraints: those of the forward kernel, with head dims of
 :func:`pallas_kernels.backward_config.padded_dims`.
 

@@ -108,6 +108,8 @@ def default_config(problem: Problem) -> BackwardConfig:
             spill_bytes=(112 if ids else 48) + _more_spill_bytes(problem),
         )
     spill_bytes = _more_spill_bytes(problem)
+    if problem.bias is not None and problem.has_bias_tiles and widest > 192:
+        spill_bytes = max(spill_bytes, 224)  # read from global memory into registers
     if widest <= 192:
         return BackwardConfig(own_gradients=True, split_edges=split_edges, spill_bytes=spill_bytes)
     return BackwardConfig(
@@ -129,14 +131,14 @@ def _bias_stages(problem: Problem, kibibytes: int) -> int:
 
 
 def _more_spill_bytes(problem: Problem) -> int:
-    """What terms and their gradients may spill in addition: a mixture more than one of them."""
+    """What terms and their gradients may spill in addition; a mixture, which is rare, more."""
     kinds = (
         problem.soft_cap is not None,
         problem.dropout_rate > 0.0,
         problem.bias is not None or problem.has_alibi,
         problem.mask.array is not None,
     )
-    return 64 * any(kinds) + 192 * (sum(kinds) > 1)
+    return (0, 96, 256, 576, 576)[sum(kinds)]
 
 
 def padded_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
