@@ -89,7 +89,7 @@ PLAIN = tuple(
     )
     for size in _SIZES
 )
-SKEWED = Case((131072,) + 63 * (1024,), page_sizes=(16,))
+SKEWED = Case(63 * (1024,) + (131072,), page_sizes=(16,))  # errors are those of the last one
 EQUAL = _uniform(64, sum(SKEWED.lengths) // 64, page_sizes=(16,))  # of the same bytes
 EIGHT_BIT = tuple(_uniform(*size, cache_dtype="float8_e4m3fn", page_sizes=(16,)) for size in _SIZES)
 SPECULATIVE = tuple(_uniform(*size, q_len=8, page_sizes=(16,)) for size in ((1, 8192), (64, 4096)))
