@@ -24,9 +24,10 @@ Status allow_shared_memory(const DeviceFacts& device) {
   if (done.load() & bit) return {};
   JF_CHECK(cudaFuncSetAttribute(decode_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 device.smem_bytes));
-  if (device.capability >= 90 && !C::kBalanced) {
-    JF_CHECK(cudaFuncSetAttribute(decode_kernel<C>,
-                                  cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  if (device.capability >= 90 && !C::kBalanced &&
+      cudaFuncSetAttribute(decode_kernel<C>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
+          cudaSuccess) {
+    cudaGetLastError();  // then clusters end at 8 blocks: resident_clusters() finds out
   }
   done |= bit;
   return {};
@@ -45,25 +46,23 @@ Status make_maps(const DecodeParams& p, CUtensorMap* key_map, CUtensorMap* value
 // The greatest number of clusters of this size that run at once; asked once for each kernel, device
 // and size, since the driver takes longer to answer than to launch.
 template <class C>
-Status resident_clusters(const DeviceFacts& device, int parts, int rows, int smem, int* count) {
+int resident_clusters(const DeviceFacts& device, int parts, int rows, int smem) {
   static std::atomic<int> known[16][kMostParts + 1][C::kRows + 1];  // the answer + 1
   std::atomic<int>& answer = known[device.device & 15][parts][rows];
-  if ((*count = answer.load() - 1) >= 0) return {};
+  int count = answer.load() - 1;
+  if (count >= 0) return count;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {(unsigned)parts, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(parts), config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = smem, config.attrs = &attribute, config.numAttrs = 1;
-  const cudaError_t error = cudaOccupancyMaxActiveClusters(count, decode_kernel<C>, &config);
-  if (error != cudaSuccess && parts > kSteadyParts) {  // this GPU has none so large
-    cudaGetLastError();
-    *count = 0;
-  } else {
-    JF_CHECK(error);
+  if (cudaOccupancyMaxActiveClusters(&count, decode_kernel<C>, &config) != cudaSuccess) {
+    cudaGetLastError();  // this GPU has none of this size; a launch will say what else is wrong
+    count = 0;
   }
-  answer = *count + 1;
-  return {};
+  answer = count + 1;
+  return count;
 }
 
 template <class C>
@@ -153,10 +152,10 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
     for (int parts = useful; parts > 1; --parts) {
       if (items * parts > 2 * device.multiprocessors) continue;
       if (tokens > kMaxClusterTokens && 5 * items * parts < 2 * device.multiprocessors) break;
-      int resident;
       const int smem = Cluster::smem_bytes(p, grid.rows, parts);
-      JF_RETURN_IF_FAILED(resident_clusters<Cluster>(device, parts, grid.rows, smem, &resident));
-      if (items <= resident) return launch_fixed<Cluster>(p, grid, parts, stream);
+      if (items <= resident_clusters<Cluster>(device, parts, grid.rows, smem)) {
+        return launch_fixed<Cluster>(p, grid, parts, stream);
+      }
     }
     if (useful == 1 && items <= device.multiprocessors) {
       return launch_fixed<Cluster>(p, grid, 1, stream);
