@@ -80,7 +80,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
     pools, layout = (operands.key, operands.value), _LAYOUTS[spec.page_layout]
     if operands.kv_pages is not None:
         pools, layout = (operands.kv_pages, operands.kv_pages), layout + 2
-    kv_lens = jnp.broadcast_to(mask.kv_ends[:, 0], (spec.batch,))
+    kv_lens = jnp.broadcast_to(mask.kv_ends.reshape(-1), (spec.batch,))
     window = (-1, -1) if mask.window is None else mask.window
     arrays = (
         operands.query,
