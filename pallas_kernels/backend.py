@@ -174,8 +174,8 @@ def differentiate(
     # Without a barrier XLA makes one slow loop of the reduction and the transposition.
     lse, delta = jax.lax.optimization_barrier((residuals.lse, delta))
     lse, delta = lse.transpose(0, 2, 1), delta.transpose(0, 2, 1)
-    # Rows that see no key have no gradient. (Nor should those that see a NaN; a NaN key makes lse
-    # one, but a NaN value leaves lse finite, and its rows' gradients become NaN.)
+    # Rows that see no key have no gradient, nor have those that see a NaN, which makes lse one.
+    # (But a NaN in a value meets their probabilities of 0, and makes NaN of their gradients.)
     has_gradient = jnp.isfinite(lse)
     lse = jnp.where(has_gradient, lse, jnp.inf)
     delta = jnp.where(has_gradient, delta, 0.0)

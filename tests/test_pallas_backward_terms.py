@@ -269,6 +269,15 @@ def test_float16(deterministic):
     check(run(q, k, v, do, dlse, deterministic=deterministic, **keywords), want)
 
 
+def test_deterministic_sums_with_lists_and_a_bias_add_up():
+    q, k, v = qkv(1, 140, 300, 4, 2, 64)
+    do, dlse = cotangents(q, v)
+    keywords = {"mask": BLOCKS, "bias": bias_of(1, 4, 140, 300)}
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **keywords)
+    got = run(q, k, v, do, dlse, deterministic=True, **keywords)
+    check(got, want, names=("dq", "dk", "dv", "dbias"))
+
+
 HIDING = {
     "mask of a row": {"mask": np.arange(150)[None, None, None] % 3 > 0},
     "full mask": {"mask": np.tile(np.arange(150) % 3 > 0, (1, 1, 70, 1))},

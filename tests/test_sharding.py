@@ -144,6 +144,32 @@ def test_the_mosaic_kernels_can_be_traced_inside_shard_map(check_vma, monkeypatc
     assert (dq.shape, dq.dtype) == (q.shape, q.dtype)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_so_can_those_with_masks_and_terms(check_vma, monkeypatch):
+    monkeypatch.setattr(backends, "device_of", lambda *_: Device("gpu", "9.0", "NVIDIA H200"))
+    monkeypatch.setattr(backends.load("mosaic"), "unproven_gradient", lambda spec: None)
+
+    def gradients(q, bias, mask, slopes):
+        def call(q, bias, slopes):
+            return dot_product_attention(
+                q, q, q, bias, mask, alibi_slopes=slopes, sinks=slopes, logits_soft_cap=9.0,
+                dropout_rng=jax.random.key(0), dropout_rate=0.5, implementation="mosaic",
+            )  # fmt: skip
+
+        return jax.vjp(call, q, bias, slopes)[1](q)
+
+    everywhere_else = (BATCH, BATCH, P())
+    mapped = jax.shard_map(
+        gradients, mesh=mesh(4), in_specs=(BATCH, *everywhere_else),
+        out_specs=(BATCH, BATCH, P()), check_vma=check_vma,
+    )  # fmt: skip
+    q = jax.ShapeDtypeStruct((4, 256, 4, 64), jnp.bfloat16)
+    full = jax.ShapeDtypeStruct((4, 4, 256, 256), jnp.float32)
+    mask, slopes = full.update(dtype=bool), jax.ShapeDtypeStruct((4,), jnp.float32)
+    found = jax.eval_shape(mapped, q, full, mask, slopes)
+    assert [x.shape for x in found] == [q.shape, full.shape, slopes.shape]
+
+
 def test_batch_and_heads_on_two_axes(local_calls):
     spec = P("x", None, "y")
     _, collectives = check(dot_product_attention, dense(), {}, everywhere(spec), mesh(2, 2))
