@@ -183,7 +183,11 @@ def attention_backward(
         dq, dk, dv, *others = refs
         if not deterministic:
             group = head_group(problem, config)
-            table = schedules.make_for_keys(ranges, batch, num_heads, num_blocks, group)
+            # Batch elements that share a bias read it, and add to its gradient, one after another.
+            is_shared = problem.has_bias_tiles and problem.bias.shape[0] == 1
+            table = schedules.make_for_keys(
+                ranges, batch, num_heads, num_blocks, group, batch_first=is_shared
+            )
             dk[...], dv[...] = kernel(jnp.asarray(table), *inputs.values(), dq, *others)
             return
         rounds = schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs)

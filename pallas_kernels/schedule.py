@@ -242,10 +242,15 @@ def make(
     else:
         tiles, xp = _dealt(ranges, batch, num_heads, num_blocks), jnp
     if batch_first and ranges.lo.shape[0] == 1:
-        head, q_tile = tiles // num_q_tiles, tiles % num_q_tiles
-        head = head % batch * num_heads + head // batch
-        tiles = xp.where(tiles >= 0, head * num_q_tiles + q_tile, -1)
+        tiles = _batch_first(tiles, batch, num_heads, num_q_tiles, xp)
     return _words(ranges, tiles, batch * num_heads, xp)
+
+
+def _batch_first(tiles: Any, batch: int, num_heads: int, tiles_a_head: int, xp: Any) -> Any:
+    """Tile numbers renamed, so that those of one head of all batch elements are neighbours."""
+    head, tile = tiles // tiles_a_head, tiles % tiles_a_head
+    head = head % batch * num_heads + head // batch
+    return xp.where(tiles >= 0, head * tiles_a_head + tile, -1)
 
 
 def _dealt(ranges: Any, batch: int, num_heads: int, num_blocks: int) -> Array:
@@ -511,12 +516,18 @@ def _count_up_to(ascending: Any, num: int) -> Any:
 
 
 def make_for_keys(
-    ranges: QueryRanges, batch: int, num_kv_heads: int, num_blocks: int, head_group: int
+    ranges: QueryRanges,
+    batch: int,
+    num_kv_heads: int,
+    num_blocks: int,
+    head_group: int,
+    *,
+    batch_first: bool = False,
 ) -> Any:
     """The backward pass's schedule, ``[num_blocks, max_tiles + 1, 6]``.
 
     Its words are the key tile, or -1 past the end, ``batch * num_kv_heads + head``, and the four
-    ranges of the key tile's query tiles.
+    ranges of the key tile's query tiles. For ``batch_first`` see :func:`make`.
     """
     num_kv_tiles = ranges.lo.shape[1]
     num_tiles = batch * num_kv_heads * num_kv_tiles
@@ -528,6 +539,8 @@ def make_for_keys(
         xp: Any = np
     else:
         tiles, xp = _dealt(ranges, batch, num_kv_heads, num_blocks), jnp
+    if batch_first and ranges.lo.shape[0] == 1:
+        tiles = _batch_first(tiles, batch, num_kv_heads, num_kv_tiles, xp)
     return _key_words(ranges, tiles, batch * num_kv_heads, xp)
 
 

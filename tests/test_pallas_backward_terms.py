@@ -347,3 +347,14 @@ def test_lists_hold_the_query_tiles_that_see_a_key_tile(heads, is_causal):
                 assert entry % 2 == (not block.all() or block.shape[1] < 128)
     counts = visits[:, :, 0].reshape(-1, min(heads, 2), 3).sum(axis=1)
     np.testing.assert_array_equal(steps, counts if heads > 1 else 2 * counts)
+
+
+@pytest.mark.parametrize("num_blocks", [3, 200])
+def test_batch_elements_that_share_a_bias_are_neighbours(num_blocks):
+    """In the order of a schedule, which has every key tile of every head once."""
+    ranges, _ = schedule.find_query_ranges(Mask(), 128, 256, 64, 128)
+    table = schedule.make_for_keys(ranges, 4, 2, num_blocks, 1, batch_first=True)
+    words = [tuple(word[:2]) for row in table.swapaxes(0, 1) for word in row if word[0] >= 0]
+    assert sorted(words) == [(tile, head) for tile in range(2) for head in range(8)]
+    if num_blocks == 200:
+        assert {head % 2 for _, head in words[:8]} == {0}
