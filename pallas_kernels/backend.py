@@ -41,7 +41,7 @@ def supports(spec: AttentionSpec, device: Device) -> str | None:
         return f"head dims up to {widest}; got {spec.head_dim} and {spec.value_dim}"
     if spec.kv_len > _MAX_KV_LEN:
         return f"at most {_MAX_KV_LEN} keys; got {spec.kv_len}"
-    return None
+    return unproven(spec)
 
 
 def declines_gradient(spec: AttentionSpec) -> str | None:
@@ -54,22 +54,17 @@ def declines_gradient(spec: AttentionSpec) -> str | None:
             in_order = bias.shape[2] == 1 or bias.shape[:2] == (spec.batch, spec.num_q_heads)
         if not in_order:
             return "deterministic=True: the gradient of this bias is added up in any order"
-    return unproven_gradient(spec)
+    return None
 
 
-def unproven_gradient(spec: AttentionSpec) -> str | None:
-    """What the backward kernel does in interpret mode and has not been seen to do on a GPU."""
-    if spec.deterministic:
-        return "deterministic gradients have not passed their tests on a GPU yet"
-    if not spec.mask.has_static_ranges or spec.mask.q_segments is not None:
+def unproven(spec: AttentionSpec) -> str | None:
+    """What the kernels do in interpret mode and have not been seen to do on a GPU."""
+    bias = spec.arrays.bias
+    if bias is not None and bias.shape[2] > 1 and (bias.shape[3] > 1 or spec.kv_len == 1):
         return (
-            "its gradients with lengths, segments or packed sequences have not passed their "
-            "tests on a GPU yet"
+            "a bias that differs from query to query and from key to key has not passed its tests "
+            "on a GPU yet"
         )
-    terms = (spec.mask.array, spec.arrays.bias, spec.arrays.alibi_slopes, spec.arrays.sinks)
-    has_terms = any(x is not None for x in terms) or spec.dropout_rate > 0.0
-    if has_terms or spec.soft_cap is not None:
-        return "its gradients with masks and terms have not passed their tests on a GPU yet"
     return None
 
 

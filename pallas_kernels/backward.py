@@ -45,6 +45,7 @@ Test:  python -m pytest tests/test_pallas_backward.py    Compile without a GPU: 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -65,6 +66,7 @@ from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
 from pallas_kernels.terms import Arrays
 
+_ALIGNMENT_BYTES = 1024  # of shared memory, between buffers
 _SLAB_BYTES = 2**30  # of all copies of dq that a deterministic launch may add up
 
 Array = jax.Array
@@ -152,19 +154,24 @@ def attention_backward(
         slabs = max(min(num_kv_tiles, num_blocks // (batch * num_heads), affordable), 1)
     dq_shape = (slabs * batch, *dq_shape[1:])
     extra = backward_terms.sums(problem, wanted or Wanted(), rows, keys)
+    scratch = scratch_tree(problem, config, ops, tuple(extra))
+    if config.bias_stages and tiles.smem_bytes(scratch) > tiles.MAX_SMEM_BYTES - _ALIGNMENT_BYTES:
+        # What else is wanted takes the room of the bias's last tile.
+        config = dataclasses.replace(config, bias_stages=config.bias_stages - 1)
+        scratch = scratch_tree(problem, config, ops, tuple(extra))
     # A deterministic launch writes some rows of dk and dv, another launch the others.
     sums = (*(("dq", "dk", "dv") if deterministic else ("dq",)), *extra)
     outputs = {} if deterministic else {"dk": k, "dv": v}
 
-    def body(*refs: Ref, **scratch: Ref) -> None:
+    def body(*refs: Ref, **buffers: Ref) -> None:
         named = dict(zip(("schedule", *inputs, *sums, *outputs), refs, strict=True))
         layout = OwnGradients if config.own_gradients else OwnKeys
-        layout(problem, config, ops, edges, named | scratch).run()
+        layout(problem, config, ops, edges, named | buffers).run()
 
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs.values()],
-        scratch_types=scratch_tree(problem, config, ops, tuple(extra)),
+        scratch_types=scratch,
         grid=(num_blocks,),
         grid_names=("block",),
         num_threads=GROUPS + 1,

@@ -40,7 +40,7 @@ def inputs(
 
     Returns:
         What :func:`pallas_kernels.terms.inputs` makes, without sinks, where ``bias`` is transposed,
-        ``[B|1, Hq|1, Tk, rows]``, and the mask as
+        ``[B|1, Hq|1, Tk', rows]``, and the mask as
 
         - ``visible_keys`` fp32 ``[B|1, Hq|1, keys]``, 1 where seen, if it is of one row;
         - ``visible_bits`` int32 ``[B|1, Hq|1, Tk|1, words]``, packed, transposed, if not;
@@ -54,8 +54,7 @@ def inputs(
     found = terms.inputs(problem, mask, arrays._replace(bias=bias, sinks=None), rows, keys)
     if "bias" in found:
         assert bias is not None
-        surplus = ((0, 0),) * 3 + ((0, rows - problem.q_len),)
-        found["bias"] = jnp.pad(jnp.swapaxes(bias, 2, 3), surplus)
+        found["bias"] = terms.whole_tiles(jnp.swapaxes(bias, 2, 3), rows)
     if "bias_rows" in found and problem.soft_cap is None:
         common = found.pop("bias_rows")[..., : problem.q_len]
         lse = lse - jnp.where(jnp.isfinite(common), common, 0.0)

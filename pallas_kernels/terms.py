@@ -59,8 +59,8 @@ def inputs(problem: Problem, mask: Mask, arrays: Arrays, rows: int, keys: int) -
     Returns:
         Some of
 
-        - ``bias`` ``[B|1, Hq|1, Tq, >= Tk]``, where it is neither of one row nor of one column,
-          with even row lengths and whole tiles of keys;
+        - ``bias`` ``[B|1, Hq|1, Tq', keys]``, where it is neither of one row nor of one column;
+          Tq' is a multiple of 8;
         - ``bias_rows`` fp32 ``[B|1, Hq|1, rows]``, ``bias_keys`` fp32 ``[B|1, Hq|1, keys]``;
         - ``slopes`` fp32 ``[B|1, Hq]``, ``sinks`` likewise;
         - ``positions`` int32 ``[B|1, rows]``, where the offset is not static;
@@ -70,8 +70,7 @@ def inputs(problem: Problem, mask: Mask, arrays: Arrays, rows: int, keys: int) -
     if arrays.bias is not None:
         bias = arrays.bias
         if problem.has_bias_tiles:
-            surplus = keys - bias.shape[3]
-            found["bias"] = jnp.pad(bias, ((0, 0),) * 3 + ((0, surplus),)) if surplus else bias
+            found["bias"] = whole_tiles(bias, keys)
         elif bias.shape[2] == 1:
             found["bias_keys"] = _vector(bias[:, :, 0], problem.kv_len, keys)
         else:
@@ -92,6 +91,12 @@ def inputs(problem: Problem, mask: Mask, arrays: Arrays, rows: int, keys: int) -
         found["row_keys"] = lax.bitcast_convert_type(keys_of_rows, jnp.int32)
         found["seeds"] = lax.bitcast_convert_type(arrays.dropout_seeds[:, 1], jnp.int32)
     return found
+
+
+def whole_tiles(bias: Array, columns: int) -> Array:
+    """A bias ``[..., rows, <= columns]`` as a tiled TMA copy wants it: ``[..., 8 n, columns]``."""
+    surplus = (-bias.shape[2] % 8, columns - bias.shape[3])
+    return jnp.pad(bias, ((0, 0), (0, 0), *((0, n) for n in surplus))) if any(surplus) else bias
 
 
 def _vector(bias: Array, size: int, padded: int) -> Array:
