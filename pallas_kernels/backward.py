@@ -66,7 +66,6 @@ from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
 from pallas_kernels.terms import Arrays
 
-_ALIGNMENT_BYTES = 1024  # of shared memory, between buffers
 _SLAB_BYTES = 2**30  # of all copies of dq that a deterministic launch may add up
 
 Array = jax.Array
@@ -155,7 +154,7 @@ def attention_backward(
     dq_shape = (slabs * batch, *dq_shape[1:])
     extra = backward_terms.sums(problem, wanted or Wanted(), rows, keys)
     scratch = scratch_tree(problem, config, ops, tuple(extra))
-    if config.bias_stages and tiles.smem_bytes(scratch) > tiles.MAX_SMEM_BYTES - _ALIGNMENT_BYTES:
+    if config.bias_stages and tiles.smem_bytes(scratch) > tiles.MAX_SMEM_BYTES:
         # What else is wanted takes the room of the bias's last tile.
         config = dataclasses.replace(config, bias_stages=config.bias_stages - 1)
         scratch = scratch_tree(problem, config, ops, tuple(extra))

@@ -19,6 +19,7 @@ Array = jax.Array
 WARPGROUP_ROWS = 64  # rows of one wgmma: what a warpgroup owns
 MAX_SMEM_BYTES = 232448  # of one thread block, on compute capability 9.0
 BARRIER_BYTES = 8
+_BUFFER_ALIGNMENT = 1024
 LOG2_E = math.log2(math.e)
 # The running maximum starts at a finite number, so that exp2(-inf - m) is 0, never NaN.
 LOWEST = float(np.finfo(np.float32).min) / 2
@@ -51,14 +52,15 @@ def buffer(shape: tuple[int, ...], dtype: Any, widest: int = 128) -> Any:
 
 
 def smem_bytes(scratch: Mapping[str, Any]) -> int:
-    """Shared memory that a scratch tree takes, barriers included."""
-    total = 0
+    """Shared memory that a scratch tree takes, barriers and Mosaic's alignment included."""
+    buffers = barriers = 0
     for item in scratch.values():
         if isinstance(item, plgpu.Barrier):
-            total += BARRIER_BYTES * int(np.prod(item.num_barriers))
+            barriers += BARRIER_BYTES * int(np.prod(item.num_barriers))
         elif item is not None:
-            total += math.prod(item.shape) * jnp.dtype(item.dtype).itemsize
-    return total
+            size = math.prod(item.shape) * jnp.dtype(item.dtype).itemsize
+            buffers += -(-size // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT
+    return buffers + barriers
 
 
 class RowBounds(NamedTuple):
