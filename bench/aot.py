@@ -256,7 +256,9 @@ def _problems_with_terms() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
         if "bfloat16" not in name or not any(x in name for x in ("causal", "lengths")):
             continue
         for term, (given, static, array_of_mask) in terms.items():
-            if "lengths" in name and term != "everything":
+            if "lengths" in name and (term != "everything" or problem.head_dim != 128):
+                continue
+            if problem.head_dim == 256 and term not in ("bias", "everything"):
                 continue
             changed = dataclasses.replace(
                 problem,
