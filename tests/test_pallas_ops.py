@@ -101,5 +101,5 @@ def test_shared_memory_is_counted_from_the_scratch_tree():
         "c": plgpu.Barrier(num_barriers=3),
         "d": plgpu.Barrier(),
     }
-    assert tiles.smem_bytes(tree) == 2 * 64 * 128 * 2 + 64 * 4 + 3 * 8 + 8
+    assert tiles.smem_bytes(tree) == 2 * 64 * 128 * 2 + 1024 + 3 * 8 + 8
     assert [tiles.swizzle_bytes(n, jnp.bfloat16) for n in (64, 96, 48, 128)] == [128, 64, 32, 128]
