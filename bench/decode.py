@@ -184,11 +184,11 @@ def _measure_case(case: Case, peers: Sequence[str], *, is_quick: bool) -> Iterat
         except Exception as error:  # one that cannot is a line of the table
             once.pop(impl, None)
             del programs[impl]
-            yield _failed(case, impl, "decode warm", error)
+            yield results.failure(case.name, impl, "decode warm", error)
 
     def row(impl: str, mode: str, time_us: float | Exception) -> Row:
         if isinstance(time_us, Exception):
-            return _failed(case, impl, mode, time_us)
+            return results.failure(case.name, impl, mode, time_us)
         error, note = good[impl]
         return Row(
             case.name,
@@ -216,7 +216,7 @@ def _measure_case(case: Case, peers: Sequence[str], *, is_quick: bool) -> Iterat
                 cold[impl] = program.chain(copies, caches)
                 yield row(impl, mode, _wall_us(cold[impl], copies))
         except Exception as error:
-            yield _failed(case, impl, mode, error)
+            yield results.failure(case.name, impl, mode, error)
     warm = timing.kernel_times_us(once, **rounds)
     for impl, time_us in warm.items():
         yield row(impl, "decode warm", time_us)
@@ -224,10 +224,6 @@ def _measure_case(case: Case, peers: Sequence[str], *, is_quick: bool) -> Iterat
         is_time = isinstance(time_us, float)
         yield row(impl, "decode cold", time_us / copies if is_time else time_us)
     _detach()
-
-
-def _failed(case: Case, impl: str, mode: str, error: Exception) -> Row:
-    return Row(case.name, impl, mode, None, note=f"{type(error).__name__}: {error}"[:300])
 
 
 def _detach() -> None:

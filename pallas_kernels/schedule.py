@@ -148,12 +148,8 @@ def find_visits(
     """
     assert mask.array is not None
     block_q = groups * rows
-    some, every = _tiles_of_array(mask.array, q_len, kv_len, block_q, block_kv)
-    own = mask.tile_ranges(q_len, kv_len, block_q, block_kv)
-    lo, full_lo, full_hi, hi = (jnp.asarray(x)[:, None, :, None] for x in own)
-    tile = jnp.arange(-(-kv_len // block_kv), dtype=jnp.int32)
-    visible = some & (lo <= tile) & (tile < hi)
-    full = every & (full_lo <= tile) & (tile < jnp.minimum(full_hi, kv_len // block_kv))
+    visible, full = _visible_tiles(mask, q_len, kv_len, block_q, block_kv)
+    tile = jnp.arange(visible.shape[3], dtype=jnp.int32)
     entries = jnp.where(visible, 2 * tile + jnp.where(full, 0, 1), -1)
     visits = -jnp.sort(-entries, axis=-1)
     count = visible.sum(axis=-1, dtype=jnp.int32)
@@ -169,6 +165,22 @@ def find_visits(
     ranges = Ranges(jnp.zeros_like(count), count, zero, zero, zero, own_hi)
     idles = -(-q_len // rows) % groups > 0
     return visits, ranges, Edges(skips_first=False, skips_last=False, idles=idles)
+
+
+def _visible_tiles(
+    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int
+) -> tuple[Array, Array]:
+    """Which tiles must be visited, and which of them need no mask, by a boolean array and the rest.
+
+    Both bool ``[B|1, Hq|1, num_q_tiles, num_kv_tiles]``.
+    """
+    assert mask.array is not None
+    some, every = _tiles_of_array(mask.array, q_len, kv_len, block_q, block_kv)
+    own = mask.tile_ranges(q_len, kv_len, block_q, block_kv)
+    lo, full_lo, full_hi, hi = (jnp.asarray(x)[:, None, :, None] for x in own)
+    tile = jnp.arange(-(-kv_len // block_kv), dtype=jnp.int32)
+    full = every & (full_lo <= tile) & (tile < jnp.minimum(full_hi, kv_len // block_kv))
+    return some & (lo <= tile) & (tile < hi), full
 
 
 def _tiles_of_array(
@@ -416,12 +428,7 @@ def find_query_visits(
         ranges: from 0 to how many those are of all query heads of a key head together.
     """
     assert mask.array is not None
-    some, every = _tiles_of_array(mask.array, q_len, kv_len, block_q, block_kv)
-    own = mask.tile_ranges(q_len, kv_len, block_q, block_kv)
-    lo, full_lo, full_hi, hi = (jnp.asarray(x)[:, None, :, None] for x in own)
-    kv_tile = jnp.arange(-(-kv_len // block_kv), dtype=jnp.int32)
-    visible = some & (lo <= kv_tile) & (kv_tile < hi)
-    full = every & (full_lo <= kv_tile) & (kv_tile < jnp.minimum(full_hi, kv_len // block_kv))
+    visible, full = _visible_tiles(mask, q_len, kv_len, block_q, block_kv)
     num_q_tiles = visible.shape[2]
     q_tile = jnp.arange(num_q_tiles, dtype=jnp.int32)[:, None]
     entries = jnp.where(visible, 2 * q_tile + jnp.where(full, 0, 1), 2 * num_q_tiles)
