@@ -41,7 +41,7 @@ def supports(spec: AttentionSpec, device: Device) -> str | None:
         return f"head dims up to {widest}; got {spec.head_dim} and {spec.value_dim}"
     if spec.kv_len > _MAX_KV_LEN:
         return f"at most {_MAX_KV_LEN} keys; got {spec.kv_len}"
-    return unproven(spec)
+    return None
 
 
 def declines_gradient(spec: AttentionSpec) -> str | None:
@@ -54,17 +54,6 @@ def declines_gradient(spec: AttentionSpec) -> str | None:
             in_order = bias.shape[2] == 1 or bias.shape[:2] == (spec.batch, spec.num_q_heads)
         if not in_order:
             return "deterministic=True: the gradient of this bias is added up in any order"
-    return None
-
-
-def unproven(spec: AttentionSpec) -> str | None:
-    """What the kernels do in interpret mode and have not been seen to do on a GPU."""
-    bias = spec.arrays.bias
-    if bias is not None and bias.shape[2] > 1 and (bias.shape[3] > 1 or spec.kv_len == 1):
-        return (
-            "a bias that differs from query to query and from key to key has not passed its tests "
-            "on a GPU yet"
-        )
     return None
 
 

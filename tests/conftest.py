@@ -53,7 +53,6 @@ def kernels_without_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     from jax_flash.spec import Device
     from pallas_kernels import backend
 
-    monkeypatch.setattr(backend, "unproven", lambda spec: None)  # these are its tests
     if ON_GPU:
         return
     options = {"interpret": plgpu.InterpretGPUParams(), "num_blocks": 2}

@@ -27,7 +27,6 @@ def on_hopper(monkeypatch):
         monkeypatch.setattr(backends, "device_of", lambda *_: HOPPER)
     elif backends.device_of().compute_capability != "9.0":
         pytest.skip("needs compute capability 9.0")
-    monkeypatch.setattr(backend, "unproven", lambda spec: None)  # as in conftest.py
 
 
 def relative_attention():

@@ -40,7 +40,6 @@ def interpreted(monkeypatch, capfd):
         monkeypatch.setattr(backend, "backward", differentiate)
 
     use()
-    monkeypatch.setattr(backend, "unproven", lambda spec: None)  # these are its tests
     if not ON_GPU:
         monkeypatch.setattr(backends, "device_of", lambda *_: HOPPER)
         monkeypatch.setattr(backend, "forward", reference.forward)

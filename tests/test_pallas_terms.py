@@ -18,7 +18,6 @@ def interpreted(monkeypatch, capfd):
     """Sends calls to the kernel in interpret mode, where no race may be reported."""
     if ON_GPU and backends.device_of().compute_capability != "9.0":
         pytest.skip("needs compute capability 9.0")
-    monkeypatch.setattr(backend, "unproven", lambda spec: None)  # these are its tests
     if not ON_GPU:
         attend = functools.partial(backend.attend, interpret=WITH_RACES, num_blocks=2)
         monkeypatch.setattr(backend, "forward", attend)

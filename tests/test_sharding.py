@@ -126,7 +126,6 @@ def test_inside_shard_map_nothing_changes(spec, check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_mosaic_kernels_can_be_traced_inside_shard_map(check_vma, monkeypatch):
     monkeypatch.setattr(backends, "device_of", lambda *_: Device("gpu", "9.0", "NVIDIA H200"))
-    monkeypatch.setattr(backends.load("mosaic"), "unproven", lambda spec: None)
 
     def gradients(q, lengths):
         def call(q):
@@ -147,7 +146,6 @@ def test_the_mosaic_kernels_can_be_traced_inside_shard_map(check_vma, monkeypatc
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_so_can_those_with_masks_and_terms(check_vma, monkeypatch):
     monkeypatch.setattr(backends, "device_of", lambda *_: Device("gpu", "9.0", "NVIDIA H200"))
-    monkeypatch.setattr(backends.load("mosaic"), "unproven", lambda spec: None)
 
     def gradients(q, bias, mask, slopes):
         def call(q, bias, slopes):
