@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aot, figures, profile, record, run, tune
+from bench import aot, figures, profile, record, report, run, tune
 
 # Each module offers add_arguments(parser) and run(arguments) -> exit status.
 COMMANDS = {
     "run": run,
     "profile": profile,
     "figures": figures,
+    "report": report,
     "aot": aot,
     "tune": tune,
     "record": record,
