@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: help install kernels wheel demo test lint format clean
+.PHONY: help install kernels wheel demo docs test lint format clean
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -26,6 +26,13 @@ wheel: $(STAMP) ## build a wheel with the kernels for all architectures in dist/
 
 demo: install ## train a small GPT, sample from it and draw its loss
 	@$(PYTHON) -m models.train --preset demo $(ARGS)
+
+docs: install ## build the site, the report and its PDF in build/docs; warnings are errors
+	@if ! $(PYTHON) -c 'import furo, myst_nb, pypandoc, typst' &>/dev/null; then
+	    $(PYTHON) -m pip install -q -e '.[docs]'
+	fi
+	JAX_PLATFORMS=cpu $(PYTHON) -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
+	echo 'build/docs/index.html, and the report: build/docs/technical_report.pdf'
 
 test: lint $(AOT) ## lint, then run all the tests on the CPU
 	@has() { $(PYTHON) -c "import $$1" &>/dev/null; }

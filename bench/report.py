@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -71,6 +72,11 @@ class View:
         names = dict.fromkeys(impl for _, impl in self.rows)
         return tuple(sorted(names, key=lambda impl: impl != OURS))
 
+    def get(self, of: str, case: str, impl: str = OURS) -> float | None:
+        """Like :meth:`value`; None if there is no such number."""
+        row = self.rows.get((case, impl))
+        return None if row is None or row.note == INACCURATE else getattr(row, of)
+
     def value(self, of: str, case: str, impl: str = OURS) -> float:
         """A number of one row.
 
@@ -82,12 +88,12 @@ class View:
         Raises:
             ReportError: there is no such row, or it has no such number.
         """
-        row = self.rows.get((case, impl))
-        if row is None:
+        if (value := self.get(of, case, impl)) is not None:
+            return value
+        if (case, impl) not in self.rows:
             raise ReportError(f"{self._where} has no row of {impl!r} for {case!r}")
-        if getattr(row, of) is None or row.note == INACCURATE:
-            raise ReportError(f"{self._where}: {impl!r} for {case!r} has no {of}: {row.note}")
-        return getattr(row, of)
+        note = self.rows[case, impl].note
+        raise ReportError(f"{self._where}: {impl!r} for {case!r} has no {of}: {note}")
 
     time_us = functools.partialmethod(value, "time_us")
     tflops = functools.partialmethod(value, "tflops")
@@ -104,15 +110,12 @@ class View:
     def ratios(
         self, peer: str, ours: str = OURS, cases: Collection[str] | None = None
     ) -> dict[str, float]:
-        """How many times as fast ours is, by case; where both were timed.
+        """How many times as fast ours is, by case; only cases in which both were timed.
 
         Args:
             peer: an implementation, or "best peer" for the fastest of each case.
             ours: what is compared with it.
             cases: names of those to take; all by default.
-
-        Raises:
-            ReportError: there is no such case.
         """
         times: dict[str, dict[str, float]] = {}
         for (case, impl), row in self.rows.items():
@@ -123,21 +126,26 @@ class View:
             others = [taken[x] for x in taken if x != ours and peer in (x, "best peer")]
             if ours in taken and others and (cases is None or case in cases):
                 found[case] = min(others) / taken[ours]
-        if not found:
-            raise ReportError(f"{self._where} has no case of both {ours!r} and {peer!r}")
         return found
 
     def mean(self, *args: Any, **options: Any) -> float:
         """The geometric mean of :meth:`ratios`."""
-        return results.geometric_mean([*self.ratios(*args, **options).values()])
+        return self._summary(results.geometric_mean, *args, **options)
 
     def worst(self, *args: Any, **options: Any) -> float:
         """The smallest of :meth:`ratios`."""
-        return min(self.ratios(*args, **options).values())
+        return self._summary(min, *args, **options)
 
     def best(self, *args: Any, **options: Any) -> float:
         """The largest of :meth:`ratios`."""
-        return max(self.ratios(*args, **options).values())
+        return self._summary(max, *args, **options)
+
+    def _summary(
+        self, summarise: Callable[[Any], float], peer: str, ours: str = OURS, **options: Any
+    ) -> float:
+        if ratios := [*self.ratios(peer, ours, **options).values()]:
+            return summarise(ratios)
+        raise ReportError(f"{self._where} has no case of both {ours!r} and {peer!r}")
 
     def table(
         self,
@@ -181,14 +189,15 @@ class View:
         if by == "impl":
             lines = [["", *map(_short, chosen)]]
             lines += [[impl, *(cell(case, impl) for case in chosen)] for impl in columns]
-            return results.markdown(lines)
+            return _markdown(lines)
         lines = [["", *columns]]
         lines += [[_short(case), *(cell(case, impl) for impl in columns)] for case in chosen]
         if summary:
-            for title, of_ratios in (("geometric mean", self.mean), ("worst", self.worst)):
-                cells = [f"{of_ratios(x, columns[0], chosen):.3f} ×" for x in columns[1:]]
+            ratios = [[*self.ratios(x, columns[0], chosen).values()] for x in columns[1:]]
+            for title, summarise in (("geometric mean", results.geometric_mean), ("worst", min)):
+                cells = [f"{summarise(x):.3f} ×" if x else "–" for x in ratios]
                 lines.append([f"ours against it: {title}", "", *cells])
-        return results.markdown(lines)
+        return _markdown(lines)
 
     @property
     def _where(self) -> str:
@@ -230,6 +239,17 @@ class Results:
         """The table of a profile."""
         return profile.table(self.run)
 
+    def shorter(self, *modes: str) -> View:
+        """Of each case and implementation the row of that mode which took the least time."""
+        taken: dict[tuple[str, str], Row] = {}
+        for mode in modes:
+            for key, row in self(mode).rows.items():
+                if key not in taken or (row.time_us or math.inf) < (taken[key].time_us or math.inf):
+                    taken[key] = row
+        title = f"the shorter of {' and '.join(modes)}"
+        rows = tuple(dataclasses.replace(row, mode=title) for row in taken.values())
+        return View(self.name, title, Run(self.meta, rows))
+
     def __call__(self, mode: str) -> View:
         """One mode.
 
@@ -241,6 +261,22 @@ class Results:
                 f"bench/results/{self.name}.json has no mode {mode!r}, only {self.modes}"
             )
         return View(self.name, mode, self.run)
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    """A table whose numbers stand to the right."""
+    head, rule, *rows = results.markdown(lines).splitlines()
+    first, *others = rule.strip("|").split("|")
+    rule = "|".join(["", f":{first[1:]}", *(f"{x[1:]}:" for x in others), ""])
+    return "\n".join([head, rule, *rows])
+
+
+def _fixed(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _scientific(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"
 
 
 def _short(case: str) -> str:
@@ -264,12 +300,12 @@ def fill(text: str, folder: Path = figures.RESULTS) -> str:
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True,
         lstrip_blocks=True, autoescape=False,
     )  # fmt: skip
-    environment.filters["fixed"] = lambda value, digits=0: f"{value:.{digits}f}"
-    environment.filters["short"] = _short
+    environment.filters |= {"fixed": _fixed, "scientific": _scientific, "short": _short}
     environment.globals |= {
         "measured": functools.partial(_measured, folder),
         "figure": _figure,
-        "grid": tuple(case.name for case in cases.GRID),
+        "grid": [case.name for case in cases.GRID],
+        "others": [case.name for case in cases.OTHERS],
         "gpu": json.loads(GPU_RECORD.read_text()),
     }
     return environment.from_string(text).render()
@@ -279,10 +315,10 @@ def _measured(
     folder: Path, *names: str, caller: Callable[..., str], otherwise: str | None = None
 ) -> str:
     """The block if all files are there; else ``otherwise``, or what is missing and who makes it."""
-    if unknown := [name for name in names if name not in KNOWN]:
-        raise ReportError(f"no command makes {unknown}; there are {sorted(KNOWN)}")
     paths = {name: folder / f"{name}.json" for name in names}
     if missing := [name for name in names if not paths[name].exists()]:
+        if not KNOWN.issuperset(missing):
+            raise ReportError(f"no command makes all of {missing}; there are {sorted(KNOWN)}")
         if otherwise is not None:
             return otherwise
         commands = " and ".join(f"`{figures.command(name)}`" for name in missing)
