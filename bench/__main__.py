@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aot, figures, profile, record, report, run, tune
+from bench import aot, everything, figures, profile, record, report, run, tune
 
 # Each module offers add_arguments(parser) and run(arguments) -> exit status.
 COMMANDS = {
@@ -13,6 +13,7 @@ COMMANDS = {
     "profile": profile,
     "figures": figures,
     "report": report,
+    "all": everything,
     "aot": aot,
     "tune": tune,
     "record": record,
