@@ -29,6 +29,11 @@ import jax  # noqa: E402 (the lines above must come first)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+if not ON_GPU:
+    from tests import interpret
+
+    interpret.speed_up()
+
 try:
     import hypothesis
 except ImportError:  # a test that needs it begins with pytest.importorskip("hypothesis")

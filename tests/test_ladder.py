@@ -16,6 +16,7 @@ from jax_flash import backends
 from pallas_kernels import ladder
 from tests import oracle64
 from tests.kernel_cases import ON_GPU, WITH_RACES, qkv
+from tests.tolerance import fast_jit
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def attend(capfd):
     def call(number, *arrays, **keywords):
         interpret = None if ON_GPU else WITH_RACES
         function = functools.partial(ladder.attend, number, interpret=interpret, **keywords)
-        return np.asarray(jax.jit(function)(*arrays)).astype(np.float64)
+        return np.asarray(fast_jit(function)(*arrays)).astype(np.float64)
 
     yield call
     assert "RACE DETECTED" not in capfd.readouterr().out

@@ -23,6 +23,7 @@ from pallas_kernels.backward_body import Kernel
 from tests import oracle64
 from tests.conftest import ROOT
 from tests.kernel_cases import COMMON_CASES, HOPPER, ON_GPU, WITH_RACES, i32, qkv, rand
+from tests.tolerance import fast_jit
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def program(attention=dot_product_attention, **keywords):
     arrays = {name: x for name, x in keywords.items() if isinstance(x, np.ndarray)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
 
-    @jax.jit
+    @fast_jit
     def call(q, k, v, do, dlse, arrays):
         call = functools.partial(
             attention, implementation="mosaic", return_residual=True, **static, **arrays
@@ -241,9 +242,9 @@ def test_transforms_launch_the_kernel(interpreted):
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     gradient = jax.grad(loss, (0, 1, 2))
-    want = jax.jit(gradient)(q, k, v)
-    mapped = jax.jit(jax.vmap(gradient))(q[:, None], k[:, None], v[:, None])
-    _, scanned = jax.jit(
+    want = fast_jit(gradient)(q, k, v)
+    mapped = fast_jit(jax.vmap(gradient))(q[:, None], k[:, None], v[:, None])
+    _, scanned = fast_jit(
         lambda *x: jax.lax.scan(
             lambda _, x: (None, jax.grad(jax.remat(loss), (0, 1, 2))(*x)), None, x
         )

@@ -17,6 +17,7 @@ from pallas_kernels import backend, schedule
 from pallas_kernels import backward_config as kernel_config
 from tests import oracle64
 from tests.kernel_cases import ON_GPU, WITH_RACES, i32, qkv, rand
+from tests.tolerance import fast_jit
 
 SLOPES = np.float32([0.2, -0.1])
 SINKS = np.float32([0.5, -1.0])
@@ -41,7 +42,7 @@ def run(q, k, v, do, dlse, config=None, **keywords):
     del defaults["value"], defaults["implementation"], defaults["return_residual"]
     options = {} if ON_GPU else {"interpret": WITH_RACES, "num_blocks": 1}
 
-    @jax.jit
+    @fast_jit
     def gradients(q, k, v, do, dlse, arrays):
         terms = {**defaults, **static, **arrays, "return_lse": True}
         terms["soft_cap"] = terms.pop("logits_soft_cap")

@@ -19,6 +19,7 @@ from pallas_kernels import backend
 from pallas_kernels import forward as kernel
 from tests import oracle64
 from tests.kernel_cases import COMMON_CASES, HOPPER, ON_GPU, WITH_RACES, i32, qkv, rand
+from tests.tolerance import fast_jit
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def program(**keywords):
     arrays = {name: x for name, x in keywords.items() if isinstance(x, np.ndarray)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
 
-    @jax.jit
+    @fast_jit
     def call(q, k, v, arrays):
         return dot_product_attention(
             q, k, v, implementation="mosaic", return_residual=True, **static, **arrays
@@ -150,7 +151,7 @@ def test_ragged(window, interpreted):
     q, k, v = (x[0] for x in qkv(1, 135, 150, 2, 1, 64))
     k[140:], v[140:] = np.nan, np.nan
     k[70:80], v[70:80] = np.nan, np.nan  # keys of a sequence without queries
-    call = jax.jit(
+    call = fast_jit(
         lambda q, k, v, cu_q, cu_k: ragged_attention(
             q, k, v, cu_q, cu_k, is_causal=True, local_window_size=window,
             implementation="mosaic", return_residual=True,
@@ -225,8 +226,8 @@ def test_zero_sizes(zero, interpreted):
 def test_vmap_launches_once(interpreted):
     q, k, v = qkv(2, 64, 64, 1, 1, 64)
     call = functools.partial(dot_product_attention, implementation="mosaic", is_causal=True)
-    stacked = jax.jit(jax.vmap(call))(q[:, None], k[:, None], v[:, None])[:, 0]
-    np.testing.assert_array_equal(stacked, jax.jit(call)(q, k, v))
+    stacked = fast_jit(jax.vmap(call))(q[:, None], k[:, None], v[:, None])[:, 0]
+    np.testing.assert_array_equal(stacked, fast_jit(call)(q, k, v))
 
 
 @pytest.mark.skipif(ON_GPU, reason="interpret mode runs on the CPU")

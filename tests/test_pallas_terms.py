@@ -11,6 +11,7 @@ from jax_flash.mask import dropout_keep, dropout_seeds
 from pallas_kernels import backend
 from tests import oracle64
 from tests.kernel_cases import HOPPER, ON_GPU, WITH_RACES, i32, qkv, rand
+from tests.tolerance import fast_jit
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +141,7 @@ def run(q, k, v, **keywords):
     arrays = {name: x for name, x in keywords.items() if isinstance(x, np.ndarray | jax.Array)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
 
-    @jax.jit
+    @fast_jit
     def call(q, k, v, arrays):
         return dot_product_attention(
             q, k, v, implementation="mosaic", return_residual=True, **static, **arrays
