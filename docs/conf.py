@@ -49,7 +49,9 @@ def read_page(app: Sphinx, name: str, source: list[str]) -> None:
     """Fills the report's placeholders, and puts README.md and CONTRIBUTING.md into their pages."""
     del app
     if name == "technical_report":
-        source[0] = report.fill(source[0])
+        title, _, body = report.fill(source[0]).partition("\n")
+        link = '<a href="technical_report.pdf">As a PDF.</a>'
+        source[0] = f"{title}\n\n{link}\n{body}"
     elif name in _FROM_ROOT:
         text = (ROOT / _FROM_ROOT[name]).read_text()
         source[0] = f"{_links_from_here(text)}\n{source[0]}"
