@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from bench import cases, figures, profile, provenance, results
+from bench import cases, figures, provenance, results
 from bench.results import INACCURATE, OURS, Row, Run
 from bench.run import MODULES
 
@@ -152,6 +152,7 @@ class View:
         of: str | None = None,
         *,
         digits: int = 0,
+        scale: float = 1.0,
         cases: Collection[str] | None = None,
         impls: Collection[str] | None = None,
         by: str = "case",
@@ -162,9 +163,10 @@ class View:
         Args:
             of: which number (see :meth:`value`); None is what result files call the row's figure.
             digits: after the point.
+            scale: what numbers are multiplied by.
             cases: names; all by default.
             impls: all by default.
-            by: what has a row of its own, "case" or "impl".
+            by: what has a row of its own, "case" or "impl" (these in the file's order).
             summary: whether the last rows have the geometric mean and the worst of how many times
                 as fast ours is.
         """
@@ -179,7 +181,7 @@ class View:
                 return ""
             value = None if of is None else getattr(row, of)
             if value is not None:
-                text = f"{value:.1e}" if of == "error" else f"{value:.{digits}f}"
+                text = f"{value:.1e}" if of == "error" else f"{value * scale:.{digits}f}"
             elif of is None and row.has_figure:
                 text = row.figure
             else:
@@ -188,7 +190,8 @@ class View:
 
         if by == "impl":
             lines = [["", *map(_short, chosen)]]
-            lines += [[impl, *(cell(case, impl) for case in chosen)] for impl in columns]
+            in_order = [impl for impl in dict.fromkeys(x for _, x in self.rows) if impl in columns]
+            lines += [[impl, *(cell(case, impl) for case in chosen)] for impl in in_order]
             return _markdown(lines)
         lines = [["", *columns]]
         lines += [[_short(case), *(cell(case, impl) for impl in columns)] for case in chosen]
@@ -218,7 +221,7 @@ class Results:
 
     @property
     def origin(self) -> str:
-        """The same in words."""
+        """The same in words, and how it was measured."""
         meta = self.meta
         text = (
             f"{meta.device}, driver {meta.driver}, jax {meta.jax}, CUDA {meta.cuda}, commit "
@@ -227,7 +230,7 @@ class Results:
         if meta.matmul_tflops is not None and meta.read_gbps is not None:
             text += f"; matrix product {meta.matmul_tflops:.0f} TFLOP/s, reads "
             text += f"{meta.read_gbps:.0f} GB/s"
-        return f"{text} (`bench/results/{self.name}.json`)"
+        return f"{text} (`bench/results/{self.name}.json`). {meta.note or ''}".strip()
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -236,8 +239,14 @@ class Results:
 
     @property
     def counters(self) -> str:
-        """The table of a profile."""
-        return profile.table(self.run)
+        """A table of hardware counters: a row for each kernel, a column for each mode."""
+        units = {row.mode: row.unit or "µs" for row in self.run.rows if row.has_figure}
+        cells = {(row.impl, row.mode): row.amount or row.time_us for row in self.run.rows}
+        lines = [["", *(f"{mode}, {unit}" for mode, unit in units.items())]]
+        for impl in dict.fromkeys(row.impl for row in self.run.rows):
+            values = [cells.get((impl, mode)) for mode in units]
+            lines.append([impl, *("–" if x is None else f"{x:.4g}" for x in values)])
+        return _markdown(lines)
 
     def shorter(self, *modes: str) -> View:
         """Of each case and implementation the row of that mode which took the least time."""

@@ -7,11 +7,12 @@ import shutil
 
 import pytest
 
-from bench import figures, report, results
+from bench import cases, figures, report, results
 from bench.results import INACCURATE, OURS, Meta, Row, Run
 from tests.conftest import ROOT
 
 pytest.importorskip("jinja2")
+from tests.test_bench_figures import all_rows
 
 META = Meta("NVIDIA H200", "580", "0.11.2", "13.0", "abc1234", "2026-11-30T00:00Z", 800.0, 4500.0)
 CASE, OTHER = "B1 S64 H1/1 D64 full bf16", "B1 S128 H1/1 D64 causal bf16"
@@ -127,6 +128,29 @@ def test_the_report_changes_with_its_results(tmp_path):
         )
         results.write(folder / path.name, Run(run.meta, rows))
         assert report.fill(page, folder) != first
+
+
+def made_up(folder):
+    """Result files of everything; the variants are the true ones."""
+    plain = cases.GRID[0].name
+    terms = [
+        Row(f"{plain}, {term}", OURS, mode, 100.0 + i, tflops=300.0, error=2e-3)
+        for i, (term, modes) in enumerate({"nothing": 2, "sinks": 2, "bias": 1}.items())
+        for mode in ("fwd+bwd", "fwd")[:modes]
+    ]
+    for name, rows in {**all_rows(), "terms": terms}.items():
+        results.write(folder / f"{name}.json", Run(META, tuple(rows)))
+    shutil.copy(figures.RESULTS / "variants.json", folder)
+    return folder
+
+
+def test_the_report_has_a_part_for_every_suite(tmp_path):
+    page = report.PAGE.read_text()
+    assert "Not measured yet" not in report.fill(page, made_up(tmp_path))
+    for name in report.KNOWN:
+        (tmp_path / f"{name}.json").rename(tmp_path / "aside")
+        assert f"`{figures.command(name)}` makes" in report.fill(page, tmp_path)
+        (tmp_path / "aside").rename(tmp_path / f"{name}.json")
 
 
 def test_the_readme_shows_the_results():
