@@ -241,11 +241,16 @@ class Results:
     def counters(self) -> str:
         """A table of hardware counters: a row for each kernel, a column for each mode."""
         units = {row.mode: row.unit or "µs" for row in self.run.rows if row.has_figure}
-        cells = {(row.impl, row.mode): row.amount or row.time_us for row in self.run.rows}
+        cells = {
+            (row.impl, row.mode): row.time_us if row.amount is None else row.amount
+            for row in self.run.rows
+        }
         lines = [["", *(f"{mode}, {unit}" for mode, unit in units.items())]]
         for impl in dict.fromkeys(row.impl for row in self.run.rows):
             values = [cells.get((impl, mode)) for mode in units]
-            lines.append([impl, *("–" if x is None else f"{x:.4g}" for x in values)])
+            lines.append(
+                [impl.removeprefix("ladder_"), *("–" if x is None else f"{x:.4g}" for x in values)]
+            )
         return _markdown(lines)
 
     def shorter(self, *modes: str) -> View:
@@ -273,11 +278,15 @@ class Results:
 
 
 def _markdown(lines: list[list[str]]) -> str:
-    """A table whose numbers stand to the right."""
-    head, rule, *rows = results.markdown(lines).splitlines()
-    first, *others = rule.strip("|").split("|")
-    rule = "|".join(["", f":{first[1:]}", *(f"{x[1:]}:" for x in others), ""])
-    return "\n".join([head, rule, *rows])
+    """A table whose numbers stand to the right.
+
+    Pandoc takes the widths of columns from the rule: words of the head may be broken, cells not.
+    """
+    words = [[max(cell.split(), key=len, default="") for cell in lines[0]], *lines[1:]]
+    widths = [max(map(len, column)) + 1 for column in zip(*words, strict=True)]
+    first, *others = widths
+    rule = [f":{'-' * first}", *(f"{'-' * width}:" for width in others)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 
 
 def _fixed(value: float | None, digits: int = 0) -> str:
