@@ -41,7 +41,7 @@ docs: install ## build the site, the report and its PDF in build/docs; warnings 
 test: lint $(AOT) ## lint, then run all the tests on the CPU
 	@has() { $(PYTHON) -c "import $$1" &>/dev/null; }
 	flags=()
-	if has xdist && [[ $${JAX_FLASH_TEST_GPU:-} != 1 ]]; then flags+=(-n auto); fi
+	if has xdist && [[ $${JAX_FLASH_TEST_GPU:-} != 1 ]]; then flags+=(-n auto --dist worksteal); fi
 	if has pytest_timeout; then flags+=(--timeout 600); fi
 	export JAX_FLASH_CUDA_WHEELS=$${JAX_FLASH_CUDA_WHEELS:-$(CURDIR)/$(AOT)}
 	$(PYTHON) -m pytest "$${flags[@]}" $(ARGS)
