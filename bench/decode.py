@@ -22,6 +22,7 @@ import numpy as np
 import jax_flash
 from bench import decode_peers, results, timing
 from bench.results import Row
+from cuda_ffi.backend import fixed_splits
 
 Array = jax.Array
 Attend = Callable[[Array, Any], Array]  # query [B, Tq, Hq, D] and a cache to out
@@ -53,6 +54,7 @@ class Case:
         cache_dtype: of keys and values; queries are bf16.
         page_sizes: those that are timed.
         has_peers: whether peers are timed too.
+        has_unsplit: whether our kernels are timed without splitting the keys too.
     """
 
     lengths: tuple[int, ...]
@@ -60,6 +62,7 @@ class Case:
     cache_dtype: str = "bfloat16"
     page_sizes: tuple[int, ...] = (16, 64)
     has_peers: bool = False
+    has_unsplit: bool = False
 
     @property
     def name(self) -> str:
@@ -85,10 +88,14 @@ _SIZES = ((1, 1024), (1, 8192), (1, 65536), (8, 8192), (64, 1024), (64, 4096), (
 _WITH_PAGES_OF_ONE = ((1, 8192), (64, 4096))
 PLAIN = tuple(
     _uniform(
-        *size, has_peers=True, page_sizes=(16, 64, 1) if size in _WITH_PAGES_OF_ONE else (16, 64)
+        *size,
+        has_peers=True,
+        has_unsplit=size[0] in (1, 64),
+        page_sizes=(16, 64, 1) if size in _WITH_PAGES_OF_ONE else (16, 64),
     )
     for size in _SIZES
 )
+CONTEXTS = tuple(_uniform(1, n, page_sizes=(16,), has_unsplit=True) for n in (256, 2048, 16384))
 SKEWED = Case(63 * (1024,) + (131072,), page_sizes=(16,))  # errors are those of the last one
 EQUAL = _uniform(64, sum(SKEWED.lengths) // 64, page_sizes=(16,))  # of the same bytes
 EIGHT_BIT = tuple(_uniform(*size, cache_dtype="float8_e4m3fn", page_sizes=(16,)) for size in _SIZES)
@@ -96,7 +103,7 @@ SPECULATIVE = tuple(_uniform(*size, q_len=8, page_sizes=(16,)) for size in ((1, 
 # Those whose sequences are cut into equal ranges.
 PLANNED = (PLAIN[6], SKEWED)
 STEPS = (_uniform(1, 1024), _uniform(64, 1024))
-CASES = (*PLAIN, SKEWED, EQUAL, *EIGHT_BIT, *SPECULATIVE)
+CASES = (*PLAIN, SKEWED, EQUAL, *EIGHT_BIT, *SPECULATIVE, *CONTEXTS)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -172,6 +179,9 @@ def _measure_case(case: Case, peers: Sequence[str], *, is_quick: bool) -> Iterat
                     peer = functools.partial(decode_peers.attend, name)
                     cache = decode_peers.cache_of(name, pages)
                     programs[name] = _Program(peer, query, cache, reference)
+        if case.has_unsplit:
+            unsplit = functools.partial(_ours_split, 1)
+            programs[f"{ours} unsplit"] = _Program(unsplit, query, pages, reference)
         if case in PLANNED:
             programs[f"{ours} plan"] = _Program(_ours_planned, query, pages, reference)
     good: dict[str, tuple[float, str | None]] = {}
@@ -235,6 +245,12 @@ def _detach() -> None:
 
 def _ours(query: Array, cache: dict[str, Array]) -> Array:
     return jax_flash.paged_attention(query, **cache, implementation="cuda")
+
+
+def _ours_split(count: int, query: Array, cache: dict[str, Array]) -> Array:
+    """So many blocks for each sequence and key/value head."""
+    with fixed_splits(count):
+        return _ours(query, cache)
 
 
 def _ours_planned(query: Array, cache: dict[str, Array]) -> Array:
@@ -378,8 +394,7 @@ def _measure_append() -> Iterator[Row]:
         note = None if is_right else results.INACCURATE
         yield Row(name, OURS, "program warm", round(time_us, 2), note=note)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"[:300]
-        yield Row(name, OURS, "program warm", None, note=text)
+        yield results.failure(name, OURS, "program warm", error)
 
 
 def _measure_steps() -> Iterator[Row]:
@@ -389,8 +404,7 @@ def _measure_steps() -> Iterator[Row]:
         try:
             yield Row(name, f"{OURS} page16", "step", round(_step_us(case), 1))
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"[:300]
-            yield Row(name, f"{OURS} page16", "step", None, note=text)
+            yield results.failure(name, f"{OURS} page16", "step", error)
 
 
 def _step_us(case: Case) -> float:

@@ -59,6 +59,7 @@ LOOKS = {
     "jax_flash.mosaic": Look("jax_flash", BLUE, "o"),
     "jax_flash.cuda page16": Look("jax_flash, pages of 16", BLUE, "o"),
     "jax_flash.cuda page64": Look("jax_flash, pages of 64", SKY, "s"),
+    "jax_flash.cuda page16 unsplit": Look("jax_flash, keys not split", BLUE, "x", ":"),
     "fa3": Look("FlashAttention-3", ORANGE, "s"),
     "fa4": Look("FlashAttention-4", YELLOW, "P"),
     "tokamax": Look("Tokamax", GREEN, "^"),

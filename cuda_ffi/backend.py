@@ -6,8 +6,10 @@ calls reach the kernels' twin (``csrc/cpu.cc``), which is there to test all but 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -29,6 +31,23 @@ _LAYOUTS = {None: 0, "NHD": 1, "HND": 2}  # csrc/call.h; 2 more for pools of bot
 _POOL_AXES = {"NHD": "psg", "HND": "pgs"}  # see partition.py
 _MAX_RANGES = 320  # more than any GPU runs at once of the kernel that cuts items
 _TABLES_BATCH = 2048  # sequences whose chunk counts fit into shared memory beside the ring
+_STEADY_SPLITS = 8  # of each sequence and head, so that its bits do not depend on its neighbours
+
+_fixed_splits = contextvars.ContextVar("fixed_splits", default=0)
+
+
+@contextlib.contextmanager
+def fixed_splits(count: int) -> Iterator[None]:
+    """Calls traced inside share each sequence and head among so many blocks: to measure splits.
+
+    Args:
+        count: 1, 2, 4 or 8 (GPUs without clusters have 1 only), or 0 for the kernels' own choice.
+    """
+    token = _fixed_splits.set(count)
+    try:
+        yield
+    finally:
+        _fixed_splits.reset(token)
 
 
 def supports(spec: AttentionSpec, device: Device) -> str | None:
@@ -107,7 +126,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
         is_causal=np.bool_(mask.is_causal),
         window_left=np.int64(min(window[0], MAX_OFFSET)),
         window_right=np.int64(min(window[1], MAX_OFFSET)),
-        batch_invariant=np.bool_(spec.deterministic),
+        num_splits=np.int64(_STEADY_SPLITS if spec.deterministic else _fixed_splits.get()),
     )
     return out, lse
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import jax
 
 # A version in the names: exported programs hold on to what a target takes.
-DECODE = "jax_flash.v2.decode"
-APPEND = "jax_flash.v2.append"
+DECODE = "jax_flash.v3.decode"
+APPEND = "jax_flash.v3.append"
 _SYMBOLS = {DECODE: "jax_flash_decode", APPEND: "jax_flash_append"}
 _FILES = {"gpu": ("libjax_flash_cuda.so", "CUDA"), "cpu": ("libjax_flash_cpu.so", "cpu")}
 

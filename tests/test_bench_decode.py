@@ -25,7 +25,7 @@ def small(monkeypatch):
         pytest.skip("stands in for a GPU")
     for name, value in {"_Q_HEADS": 4, "_KV_HEADS": 2, "_HEAD_DIM": 64, "_CALLS": 2}.items():
         monkeypatch.setattr(decode, name, value)
-    plain = (decode.Case((32,), page_sizes=(16, 64, 1), has_peers=True),)
+    plain = (decode.Case((32,), page_sizes=(16, 64, 1), has_peers=True, has_unsplit=True),)
     skewed = decode.Case((48, 16), page_sizes=(16,))
     equal = decode.Case((32, 32), page_sizes=(16,))
     eight_bit = (decode.Case((32,), cache_dtype="float8_e4m3fn", page_sizes=(16,)),)
@@ -76,6 +76,7 @@ def test_everything_is_measured_and_right(capsys):
         assert modes == {"program warm", "program cold", "decode warm", "decode cold"}
     assert (plain, "xla", "decode warm") in keys
     assert (plain, f"{ours[0]} fused", "decode cold") in keys
+    assert (plain, f"{ours[0]} unsplit", "program warm") in keys
     assert (decode.SKEWED.name, f"{ours[0]} plan", "program warm") in keys
     errors = [row.error for row in rows if row.case == plain]
     assert all(1e-4 < error < 1e-2 for error in errors)

@@ -281,7 +281,7 @@ def test_what_cannot_be_launched_raises_with_kernel_shape_and_cause():
                 *[nothing] * 4,
                 np.zeros((0,), np.int32),
                 layout=np.int64(0),
-                batch_invariant=np.bool_(False),
+                num_splits=np.int64(0),
                 **attributes,
             )
         )

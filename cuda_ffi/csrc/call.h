@@ -110,12 +110,15 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
                               ffi::Result<ffi::AnyBuffer> lse,
                               ffi::Result<ffi::AnyBuffer> partials, int64_t layout, float scale,
                               float soft_cap, bool is_causal, int64_t window_left,
-                              int64_t window_right, bool batch_invariant) {
+                              int64_t window_right, int64_t num_splits) {
   const auto qd = q.dimensions();
   if (qd.size() != 4 || !is_pool(k, layout) || !is_pool(v, layout) ||
       kv_lens.element_count() != (size_t)qd[0]) {
     return invalid("decode takes query, key and value with four axes (a pool of both has five) and "
                    "one length a sequence");
+  }
+  if (num_splits < 0 || num_splits > 8 || (num_splits & (num_splits - 1)) != 0) {
+    return invalid("decode shares a sequence among 1, 2, 4 or 8 blocks, or 0 for its own choice");
   }
   const PoolAxes axes(k, layout);
   DecodeParams p{};
@@ -145,7 +148,7 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
   p.page_shift = shift_of(p.page_size);
   p.scale = scale, p.soft_cap = soft_cap, p.is_causal = is_causal;
   p.window_left = window_left, p.window_right = window_right;
-  p.batch_invariant = batch_invariant;
+  p.num_splits = num_splits;
   const auto shape = [&] {
     return "query " + words(q) + ", key " + words(k) + ", value " + words(v);
   };
@@ -215,7 +218,7 @@ inline ffi::Error append_call(RunAppend run, void* stream, ffi::AnyBuffer key_pa
       .Attr<bool>("is_causal")   \
       .Attr<int64_t>("window_left")  \
       .Attr<int64_t>("window_right") \
-      .Attr<bool>("batch_invariant")
+      .Attr<int64_t>("num_splits")
 
 #define JF_BIND_APPEND(BINDING)  \
   BINDING.Arg<ffi::AnyBuffer>()  \

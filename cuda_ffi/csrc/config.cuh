@@ -5,9 +5,7 @@
 
 namespace jax_flash {
 
-constexpr int kMostParts = 16;     // blocks of a cluster; more than 8 where the GPU can
-constexpr int kMostFinishers = 8;  // those of a cluster that finish columns, a power of two
-constexpr int kSteadyParts = 8;    // any GPU that has clusters has these
+constexpr int kMostParts = 8;  // blocks of a cluster: what every GPU that has clusters allows
 
 template <class T_, class KV_, int DK, int DV, int TILES, int WARPS, int STAGES, int BLOCKS,
           bool TMA, bool BALANCED, bool HOPPER = true>
@@ -22,7 +20,7 @@ struct Config {
   static constexpr int kValueBytes = (DV * (int)sizeof(KV_) + 127) / 128 * kGroupBytes;
   static constexpr int kStageBytes = kKeyBytes + kValueBytes;
   static constexpr int kRingBytes = WARPS * STAGES * kStageBytes;
-  static_assert((DV & (DV - 1)) == 0 && DV / kMostFinishers >= 4, "blocks share columns");
+  static_assert((DV & (DV - 1)) == 0 && DV / kMostParts >= 4, "blocks share columns");
   static constexpr int kPitch = DV + 4;  // floats of a row of accumulators and its (m, l)
   // Of each stage: which of its tokens lie in no page. With TMA they all lie in one.
   static constexpr int kLostBits = TMA ? 1 : kChunk;
@@ -32,9 +30,6 @@ struct Config {
 
   static __host__ __device__ int round_up(int x) { return (x + 15) / 16 * 16; }
   static __host__ __device__ int state_bytes(int rows) { return rows * kPitch * 4; }
-  static __host__ __device__ int finish_shift(int parts) {
-    return parts >= 8 ? 3 : parts >= 4 ? 2 : parts >= 2 ? 1 : 0;
-  }
   // Ring, its barriers and the inbox's, one state a warp, then the tables or the inbox; 1024 more
   // to align the ring.
   static constexpr int kInboxBarrierAt = kRingBytes + WARPS * STAGES * 8;
@@ -43,19 +38,19 @@ struct Config {
     return states_at() + (kReuseRing ? 0 : WARPS * state_bytes(rows));
   }
   static __host__ int smem_bytes(const DecodeParams& p, int rows, int parts) {
-    const int tail = BALANCED      ? Ranges::bytes(p.batch)
-                     : parts > 1   ? parts * rows * ((DV >> finish_shift(parts)) * 4 + 8)
-                                   : 0;
+    const int tail = BALANCED    ? Ranges::bytes(p.batch)
+                     : parts > 1 ? rows * (DV * 4 + parts * 8)
+                                 : 0;
     return tail_at(rows) + round_up(tail) + 1024;
   }
 };
 
 // How one launch is cut up.
 struct Grid {
-  int row_tiles;     // of one key/value head
-  int parts;         // blocks of a cluster
-  int finish_shift;  // log2 of how many of them finish columns
-  int rows;          // of a tile: the most that any has
+  int row_tiles;    // of one key/value head
+  int parts;        // blocks of a cluster, a power of two
+  int parts_shift;  // its log2
+  int rows;         // of a tile: the most that any has
   bool evict_first;
 };
 

@@ -27,10 +27,6 @@ struct Consumer {
   JF_DEVICE Consumer(const DecodeParams& p, int lane)
       : p(p), lane(lane), group_lane(lane >> 2), quad_lane(lane & 3) {}
 
-  JF_DEVICE int token_of_row(int row) const {
-    return p.q_len == 1 ? 0 : (unsigned)row / (unsigned)p.group;
-  }
-
   JF_DEVICE void load_query(int b, int head, int row_tile) {
     first_row = row_tile * C::kRows;
     rows = min(C::kRows, p.rows() - first_row);
@@ -38,11 +34,9 @@ struct Consumer {
     for (int n = 0; n < kQTiles; ++n) {
       // Rows beyond the last are it once more, and never stored.
       const int row = min(first_row + n * 8 + group_lane, p.rows() - 1);
-      const int token = token_of_row(row), g = row - token * p.group;
-      const int64_t offset =
-          (int64_t)(b * p.q_len + token) * (p.kv_heads * p.group) + head * p.group + g;
       const int lane_at = F::query_at(quad_lane, 0);
-      const typename C::T* source = (const typename C::T*)p.q + offset * p.head_dim + lane_at;
+      const typename C::T* source =
+          (const typename C::T*)p.q + p.row_index(b, head, row) * p.head_dim + lane_at;
       asm("" : "+l"(source));  // so that what follows is this address and a constant
 #pragma unroll
       for (int i = 0; i < C::kDK / 16; ++i) {
@@ -105,8 +99,8 @@ struct Consumer {
   JF_DEVICE void begin(const Segment& s) {
     segment = s;
     // Later tokens see more of the end and less of the beginning.
-    const Span low = visible_to(p, segment.length, token_of_row(first_row));
-    const Span high = visible_to(p, segment.length, token_of_row(first_row + rows - 1));
+    const Span low = visible_to(p, segment.length, p.token_of_row(first_row));
+    const Span high = visible_to(p, segment.length, p.token_of_row(first_row + rows - 1));
     common = {high.begin, low.end};
 #pragma unroll
     for (int n = 0; n < kQTiles; ++n) {
@@ -255,7 +249,7 @@ struct Consumer {
     for (int n = 0; n < kQTiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int row = first_row + n * 8 + quad_lane * 2 + j, t_row = token_of_row(row);
+        const int row = first_row + n * 8 + quad_lane * 2 + j, t_row = p.token_of_row(row);
         const Span seen = visible_to(p, segment.length, t_row);
         float slope = 0.f;
         if (p.alibi_slopes != nullptr && row < p.rows()) {
@@ -305,7 +299,7 @@ struct Consumer {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const Span seen =
-            visible_to(p, segment.length, token_of_row(first_row + n * 8 + quad_lane * 2 + j));
+            visible_to(p, segment.length, p.token_of_row(first_row + n * 8 + quad_lane * 2 + j));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int at = group_lane + 8 * i, t = token + at;

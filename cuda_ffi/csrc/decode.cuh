@@ -66,10 +66,10 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
     barrier_init_fence();
   }
   const uint32_t inbox_barrier = smem_address(smem) + C::kInboxBarrierAt;
-  if (!C::kBalanced && grid.parts > 1 && part >> grid.finish_shift == 0 && threadIdx.x == 0) {
+  if (!C::kBalanced && grid.parts > 1 && threadIdx.x == 0) {
     barrier_init(inbox_barrier);
     barrier_init_fence();
-    const int floats = (C::kDV >> grid.finish_shift) + 2;  // columns and (m, l)
+    const int floats = (C::kDV >> grid.parts_shift) + 2;  // columns and (m, l)
     barrier_expect(inbox_barrier, grid.parts * consumer.rows * floats * 4);
   }
   __syncwarp();
@@ -127,11 +127,10 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
     __syncthreads();
     if (!C::kBalanced && grid.parts > 1) cluster_wait();  // the peers have begun
 
-    // Of a cluster, block n < finishers finishes columns [n * width, (n + 1) * width) of every row.
-    const int finishers = 1 << grid.finish_shift;
-    const int width_shift = kLog2DV - grid.finish_shift, width = 1 << width_shift;
+    // Of a cluster, block n finishes columns [n * width, (n + 1) * width) of every row.
+    const int width_shift = kLog2DV - grid.parts_shift, width = 1 << width_shift;
     float* inbox = (float*)tail;  // [part][row][width], and [part][row] of (m, l)
-    float2* sums = (float2*)(inbox + (grid.parts * grid.rows << width_shift));
+    float2* sums = (float2*)(inbox + grid.rows * C::kDV);
     for (int i = threadIdx.x; i < rows * (C::kDV / 4); i += C::kThreads) {
       const int row = i / (C::kDV / 4), d = i % (C::kDV / 4) * 4;
       State4 x;
@@ -157,28 +156,25 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
         const int target = d >> width_shift;
         const uint32_t place = smem_address(inbox + (from << width_shift) + (d & (width - 1)));
         send(peer_address(place, target), peer_address(inbox_barrier, target), x.acc);
-        for (int peer = d / 4; peer < finishers; peer += C::kDV / 4) {
+        if (const int peer = d / 4; peer < grid.parts) {
           send(peer_address(smem_address(sums + from), peer), peer_address(inbox_barrier, peer),
                float2{x.m, x.l});
         }
       }
     }
-    if (!C::kBalanced && grid.parts > 1 && part < finishers) {
+    if (!C::kBalanced && grid.parts > 1) {
       wait_for_peers(inbox_barrier);
       for (int i = threadIdx.x * 4; i < rows << width_shift; i += C::kThreads * 4) {
         const int row = i >> width_shift, column = i & (width - 1);
         const int d = (part << width_shift) + column;
         if (d >= p.value_dim) continue;
         State4 x;
-        constexpr int kTogether = 8;
-        for (int k = 0; k < grid.parts; k += kTogether) {
-          merge_into<kTogether>(x, [&](int j) {
-            if (k + j >= grid.parts) return State4{};
-            const int from = (k + j) * grid.rows + row;
-            const float2 s = sums[from];
-            return State4{s.x, s.y, *(const float4*)(inbox + (from << width_shift) + column)};
-          });
-        }
+        merge_into<kMostParts>(x, [&](int i) {
+          if (i >= grid.parts) return State4{};
+          const int from = i * grid.rows + row;
+          const float2 s = sums[from];
+          return State4{s.x, s.y, *(const float4*)(inbox + (from << width_shift) + column)};
+        });
         write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(), x);
       }
     }

@@ -3,7 +3,8 @@
 //
 // Measured on an H200 (docs/log.md): a cluster of blocks an item is the fastest while all clusters
 // are resident at once and no sequence can be long; one block an item where items are many
-// and short; equal ranges for everything else.
+// and short; equal ranges for everything else. What counts is bytes in flight: about 128 KB on each
+// multiprocessor, of as many blocks as there is work for, since one that begins or ends waits.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -14,7 +15,8 @@
 namespace jax_flash {
 
 constexpr int kMaxClusterTokens = 16384;  // longer items are cut finer than clusters can
-constexpr int kMaxSoloTokens = 4096;      // one block reads these in 20 to 40 us
+constexpr int kMaxSoloTokens = 4096;      // one block reads these in 20 us, or 70 with two warps
+constexpr int kShortTokens = 1024;        // here to begin a block takes as long as to end late
 
 // Lets a kernel use all the shared memory there is; once for each kernel and device.
 template <class C>
@@ -24,11 +26,6 @@ Status allow_shared_memory(const DeviceFacts& device) {
   if (done.load() & bit) return {};
   JF_CHECK(cudaFuncSetAttribute(decode_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 device.smem_bytes));
-  if (device.capability >= 90 && !C::kBalanced &&
-      cudaFuncSetAttribute(decode_kernel<C>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
-          cudaSuccess) {
-    cudaGetLastError();  // then clusters end at 8 blocks: resident_clusters() finds out
-  }
   done |= bit;
   return {};
 }
@@ -69,7 +66,8 @@ template <class C>
 Status launch_fixed(const DecodeParams& p, Grid grid, int parts, cudaStream_t stream) {
   CUtensorMap key_map, value_map;
   JF_RETURN_IF_FAILED(make_maps<C>(p, &key_map, &value_map));
-  grid.parts = parts, grid.finish_shift = C::finish_shift(parts);
+  grid.parts = parts;
+  while (1 << grid.parts_shift < parts) ++grid.parts_shift;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {(unsigned)parts, 1, 1};
@@ -87,7 +85,7 @@ Status launch_balanced(const DecodeParams& p, Grid grid, int max_chunks,
                        const DeviceFacts& device, cudaStream_t stream) {
   CUtensorMap key_map, value_map;
   JF_RETURN_IF_FAILED(make_maps<C>(p, &key_map, &value_map));
-  grid.parts = 1, grid.finish_shift = 0;
+  grid.parts = 1;
   const int smem = C::smem_bytes(p, grid.rows, 1);
   int blocks;
   JF_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<C>, C::kThreads,
@@ -127,7 +125,8 @@ inline int visible_capacity(const DecodeParams& p) {
   return is_bounded ? (int)std::min<int64_t>(p.capacity, window) : p.capacity;
 }
 
-// Solo: one block an item. Cluster: up to 16. Ranges: equal ranges.
+// Solo: one small block an item, several on a multiprocessor. Cluster: 1, 2, 4 or 8 large ones.
+// Ranges: equal ranges.
 template <class Solo, class Cluster, class Ranges_>
 Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
   Grid grid{};
@@ -142,29 +141,33 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
   JF_RETURN_IF_FAILED(allow_shared_memory<Cluster>(device));
   JF_RETURN_IF_FAILED(allow_shared_memory<Ranges_>(device));
   const bool has_clusters = device.capability >= 90;
-  if (p.batch_invariant) {
-    return launch_fixed<Cluster>(p, grid, has_clusters ? kSteadyParts : 1, stream);
+  if (p.num_splits > 0) {
+    return launch_fixed<Cluster>(p, grid, has_clusters ? p.num_splits : 1, stream);
   }
+  const int sms = device.multiprocessors;
   // A single sequence may be long: there is no other whose blocks would wait for it.
   if (has_clusters && (tokens <= kMaxClusterTokens || p.batch == 1)) {
-    // As many blocks as run at once; no more than give each warp something to do.
-    const int useful = std::min(kMostParts, (max_chunks + Cluster::kWarps - 1) / Cluster::kWarps);
-    for (int parts = useful; parts > 1; --parts) {
-      if (items * parts > 2 * device.multiprocessors) continue;
-      if (tokens > kMaxClusterTokens && 5 * items * parts < 2 * device.multiprocessors) break;
+    for (int parts = kMostParts; parts > 1; parts /= 2) {
+      if (parts / 2 * Cluster::kWarps >= max_chunks) continue;  // half as many have enough warps
+      if (tokens > kMaxClusterTokens && 5 * items * parts < 2 * sms) break;
       const int smem = Cluster::smem_bytes(p, grid.rows, parts);
       if (items <= resident_clusters<Cluster>(device, parts, grid.rows, smem)) {
         return launch_fixed<Cluster>(p, grid, parts, stream);
       }
     }
-    if (useful == 1 && items <= device.multiprocessors) {
+  }
+  if (tokens <= kMaxSoloTokens) {
+    const bool is_short = tokens <= kShortTokens, is_one_tile = grid.row_tiles == 1;
+    // The larger a block, the sooner a long item ends; the smaller, the better all begin and end
+    // behind each other, as long as they run at once.
+    const bool fits_large = items <= sms && (2 * items > sms || max_chunks <= Cluster::kWarps);
+    const bool fits_small = items > sms && items <= Solo::kBlocks * sms && is_one_tile &&
+                            (tokens <= kMaxSoloTokens / 2 || items >= 2 * sms);
+    if (fits_small || (is_short && items > sms)) return launch_fixed<Solo>(p, grid, 1, stream);
+    // In several waves a large block that ends makes room for the next one.
+    if (fits_large || (is_one_tile && items > Solo::kBlocks * sms)) {
       return launch_fixed<Cluster>(p, grid, 1, stream);
     }
-  }
-  const int enough = tokens <= kMaxSoloTokens / 2 ? device.multiprocessors * 9 / 10
-                                                  : device.multiprocessors * 2;
-  if (tokens <= kMaxSoloTokens && items >= enough && grid.row_tiles == 1) {
-    return launch_fixed<Solo>(p, grid, 1, stream);
   }
   return launch_balanced<Ranges_>(p, grid, max_chunks, device, stream);
 }
@@ -183,8 +186,9 @@ template <class T, class KV, int DK, int DV, int TILES, bool TMA>
 Status decode_hopper(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
   constexpr int kStage = stage_bytes(DK, DV, sizeof(KV)), kWarps = DK > 128 ? 4 : 8;
   constexpr int kMost = TMA ? 6 : 4;  // a gather keeps a flag for every token of every stage
-  using Solo = Config<T, KV, DK, DV, TILES, 4, stages_for(kStage, 4, 98304, kMost),
-                      (DK > 128 ? 1 : 2), TMA, false>;
+  constexpr int kBlocks = DK > 128 ? 2 : 4, kSoloWarps = DK > 128 ? 4 : 2;
+  using Solo = Config<T, KV, DK, DV, TILES, kSoloWarps,
+                      stages_for(kStage, kSoloWarps, 196608 / kBlocks, kMost), kBlocks, TMA, false>;
   using Cluster = Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 196608, kMost), 1,
                          TMA, false>;
   using Balanced =

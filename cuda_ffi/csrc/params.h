@@ -50,9 +50,19 @@ struct DecodeParams {
   int page_shift;                                 // log2 of page_size, or -1
   float scale, soft_cap;                          // soft_cap 0: none
   int is_causal, window_left, window_right;       // window sides < 0: none
-  int batch_invariant;  // whether a sequence's bits must not depend on its neighbours
+  int num_splits;  // blocks that share a sequence and head: 1, 2, 4, 8, or 0 for whatever is fastest
 
   JF_BOTH int rows() const { return q_len * group; }
+
+  JF_BOTH int token_of_row(int row) const {
+    return q_len == 1 ? 0 : (unsigned)row / (unsigned)group;
+  }
+
+  // Where a row stands in [B, q_len, Hq].
+  JF_BOTH int64_t row_index(int b, int head, int row) const {
+    const int token = token_of_row(row), g = row - token * group;
+    return ((int64_t)b * q_len + token) * (kv_heads * group) + head * group + g;
+  }
 };
 
 // What is stored of the keys, or of the values: pool[page, slot] = new[token] / scale.

@@ -17,7 +17,7 @@ struct Producer {
   const uint64_t policy;
   // Entries of the table as they are: whether they name a page is asked where they are used, since
   // at once the warp would have to wait for them.
-  int chunk, count, ids, next_ids;
+  int chunk, count, ids, next_ids;  // a batch of entries, and the one after it
   int upcoming_ids = -1;  // the first ones of the segment after this one
 
   // `early` is what early_entry() gave, if not balanced.
@@ -31,7 +31,7 @@ struct Producer {
     if constexpr (C::kBalanced) {
       upcoming_ids = first_ids(walk.segment);
     } else if (walk.segment.span.begin == 0) {
-      const bool used = is_used(walk.segment, first + first_chunk_of_lane(lane, step));
+      const bool used = is_used(walk.segment, first + chunk_of(lane) * step);
       upcoming_ids = used ? early : -1;
     } else {
       upcoming_ids = first_ids(walk.segment);
@@ -42,13 +42,14 @@ struct Producer {
   // The table's entry for a warp's first chunks, if no window hides the beginning: known before the
   // length, so that both loads overlap.
   static JF_DEVICE int early_entry(const DecodeParams& p, int b, int lane, int first, int step) {
-    return table_entry(p, b, (first + first_chunk_of_lane(lane, step)) * kChunk + slot(lane));
+    return table_entry(p, b, (first + chunk_of(lane) * step) * kChunk + slot(lane));
   }
 
   JF_DEVICE int token_of(int chunk) const { return walk.segment.span.begin + chunk * kChunk; }
 
-  // A lane looks up the page of one chunk (TMA), or of one token of a chunk.
-  static JF_DEVICE int first_chunk_of_lane(int lane, int step) { return C::kTma ? lane * step : 0; }
+  // A lane looks up the page of one of the next 32 chunks (TMA), or of a token of the next two.
+  static constexpr int kBatch = C::kTma ? 32 : 2;
+  static JF_DEVICE int chunk_of(int lane) { return C::kTma ? lane : lane / kChunk; }
   static JF_DEVICE int slot(int lane) { return C::kTma ? 0 : lane & (kChunk - 1); }
 
   JF_DEVICE bool is_used(const Segment& s, int chunk) const {
@@ -60,16 +61,27 @@ struct Producer {
   }
 
   JF_DEVICE int first_ids(const Segment& s) const {
-    return load_ids(s, s.first + first + first_chunk_of_lane(lane, step));
+    return load_ids(s, s.first + first + chunk_of(lane) * step);
   }
 
   JF_DEVICE void begin_segment() {
     chunk = walk.segment.first + first, count = 0;
-    (C::kTma ? ids : next_ids) = upcoming_ids;
+    ids = upcoming_ids;
     if constexpr (C::kBalanced) {  // a segment later these would have to be waited for
       auto upcoming = walk;
       upcoming.next(p);
       upcoming_ids = upcoming.valid ? first_ids(upcoming.segment) : -1;
+      if (upcoming.valid) prefetch_query(upcoming.segment);
+    }
+  }
+
+  // Into L1: loads of queries, once they are wanted, would wait behind all that the rings ask for.
+  JF_DEVICE void prefetch_query(const Segment& s) const {
+    constexpr int kSector = 16;  // elements that come together
+    const int first_row = s.row_tile * C::kRows, end_row = min(first_row + C::kRows, p.rows());
+    for (int row = first_row; row < end_row && lane * kSector < p.head_dim; ++row) {
+      const int64_t offset = p.row_index(s.b, s.head, row) * p.head_dim + lane * kSector;
+      prefetch_l1((const typename C::T*)p.q + offset);
     }
   }
 
@@ -81,20 +93,19 @@ struct Producer {
     }
     uint32_t lost = 0;
     if (walk.valid) {
-      lost = C::kTma ? produce_by_tma(stage) : produce_by_gather(stage);
+      const int turn = count & (kBatch - 1);
+      if (turn == 0) {
+        if (count != 0) ids = next_ids;
+        next_ids = load_ids(walk.segment, chunk + (kBatch + chunk_of(lane)) * step);
+      }
+      lost = C::kTma ? produce_by_tma(stage, turn) : produce_by_gather(stage, turn);
       chunk += step, ++count;
     }
     if constexpr (!C::kTma) copy_async_commit();
     return lost;
   }
 
-  JF_DEVICE uint32_t produce_by_tma(int stage) {
-    // Page numbers come 32 chunks at a time, one batch ahead of their use.
-    const int turn = count & 31;
-    if (turn == 0) {
-      if (count != 0) ids = next_ids;
-      next_ids = load_ids(walk.segment, chunk + (32 + lane) * step);
-    }
+  JF_DEVICE uint32_t produce_by_tma(int stage, int turn) {
     const int page = page_named(p, __shfl_sync(~0u, ids, turn));
     if (lane == 0) {
       const uint32_t target = ring + stage * C::kStageBytes, barrier = barriers + stage * 8;
@@ -106,19 +117,19 @@ struct Producer {
     return page < 0;
   }
 
-  JF_DEVICE uint32_t produce_by_gather(int stage) {
-    ids = page_named(p, next_ids);
-    next_ids = load_ids(walk.segment, chunk + step);
-    const int token = token_of(chunk) + (lane & (kChunk - 1));
-    const int slot = token - page_of(p, token) * p.page_size;
+  JF_DEVICE uint32_t produce_by_gather(int stage, int turn) {
+    const int token = token_of(chunk) + slot(lane);
+    const int page = page_named(p, __shfl_sync(~0u, ids, turn * kChunk + slot(lane)));
+    const int page_slot = token - page_of(p, token) * p.page_size;
     const uint32_t target = ring + stage * C::kStageBytes;
-    gather<C::kDK>(target, p.k, p.head_dim, slot);
-    gather<C::kDV>(target + C::kKeyBytes, p.v, p.value_dim, slot);
-    return __ballot_sync(~0u, ids < 0) & 0xffffu;
+    gather<C::kDK>(target, p.k, p.head_dim, page, page_slot);
+    gather<C::kDV>(target + C::kKeyBytes, p.v, p.value_dim, page, page_slot);
+    return __ballot_sync(~0u, page < 0) & 0xffffu;
   }
 
   template <int kDim>
-  JF_DEVICE void gather(uint32_t target, const KvView& view, int dim, int slot) const {
+  JF_DEVICE void gather(uint32_t target, const KvView& view, int dim, int page_of_lane,
+                        int slot_of_lane) const {
     using KV = typename C::KV;
     constexpr int kElements = 16 / (int)sizeof(KV), kPieces = kDim / kElements;
     // Of one instruction: the greatest power of two that divides the pieces.
@@ -130,11 +141,12 @@ struct Producer {
 #pragma unroll kUnroll
     for (int i = 0; i < kChunk / kRows; ++i) {
       const int row = i * kRows + lane / kLanes;
-      const int page = __shfl_sync(~0u, ids, row), row_slot = __shfl_sync(~0u, slot, row);
+      const int page = __shfl_sync(~0u, page_of_lane, row);
+      const int slot = __shfl_sync(~0u, slot_of_lane, row);
 #pragma unroll
       for (int piece = lane % kLanes; piece < kPieces; piece += kLanes) {
         const bool exists = page >= 0 && piece * kElements < dim;
-        const int64_t offset = exists ? page * view.page_stride + row_slot * view.token_stride +
+        const int64_t offset = exists ? page * view.page_stride + slot * view.token_stride +
                                             head + piece * kElements
                                       : 0;
         copy_async(target + piece_offset(row, piece), (const KV*)view.data + offset,

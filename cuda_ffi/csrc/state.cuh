@@ -59,9 +59,9 @@ JF_DEVICE float v_scale_of(const DecodeParams& p, int head) {
 template <class T>
 JF_DEVICE void write_row(const DecodeParams& p, int b, int head, int row, int first, float v_scale,
                          State4 x) {
-  const int token = p.q_len == 1 ? 0 : row / p.group, g = row - token * p.group;
-  const int q_head = head * p.group + g;
+  const int64_t index = p.row_index(b, head, row);
   if (p.sinks != nullptr && x.l != 0.f) {  // a sink makes no key
+    const int q_head = head * p.group + row - p.token_of_row(row) * p.group;
     const float sink = p.sinks[b * p.sinks_stride + q_head] * kLog2E, m = fmaxf(x.m, sink);
     const float keep = exp2_fast(x.m - m);
     x.l = x.l * keep + exp2_fast(sink - m);
@@ -70,7 +70,6 @@ JF_DEVICE void write_row(const DecodeParams& p, int b, int head, int row, int fi
   }
   const float factor = x.l == 0.f ? 0.f : __fdividef(v_scale, x.l);  // if l is NaN, so is out
   const float4 out = x.l == 0.f ? float4{0.f, 0.f, 0.f, 0.f} : factor * x.acc;
-  const int64_t index = ((int64_t)b * p.q_len + token) * (p.kv_heads * p.group) + q_head;
   *(uint2*)((T*)p.out + index * p.value_dim + first) = {pack<T>(out.x, out.y),
                                                         pack<T>(out.z, out.w)};
   if (first == 0) p.lse[index] = x.l == 0.f ? -INFINITY : (x.m + log2f(x.l)) * kLn2;
