@@ -209,8 +209,10 @@ def _problems(dims: Iterable[tuple[int, int]]) -> Iterator[tuple[str, Any, tuple
     }
     for head_dim, value_dim in dims:
         for mask_name, mask in masks.items():
-            for dtype in ("bfloat16", "float16"):
+            for dtype in ("bfloat16", "float16", "float32"):
                 if dtype == "float16" and (head_dim, value_dim, mask_name) != (128, 128, "causal"):
+                    continue
+                if dtype == "float32" and max(head_dim, value_dim) not in (64, 128):
                     continue
                 problem = config.Problem(
                     batch=2,
@@ -253,12 +255,16 @@ def _problems_with_terms() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
         "everything": ({**alibi, **rest, "bias": bias}, rates, mask),
     }
     for name, problem, arrays in _problems([(64, 64), (128, 128), (256, 256)]):
-        if "bfloat16" not in name or not any(x in name for x in ("causal", "lengths")):
+        if "float16" in name and "bfloat16" not in name:
+            continue
+        if not any(x in name for x in ("causal", "lengths")):
             continue
         for term, (given, static, array_of_mask) in terms.items():
             if "lengths" in name and (term != "everything" or problem.head_dim != 128):
                 continue
             if problem.head_dim == 256 and term not in ("bias", "everything"):
+                continue
+            if problem.parts > 1 and term not in ("bias fp32", "everything"):
                 continue
             changed = dataclasses.replace(
                 problem,

@@ -13,6 +13,8 @@ An implementation is a module, loaded by name at first use, with
 - ``backward(spec, residuals, do, delta) -> Gradients``, optional, if FUSED
 - ``declines_gradient(spec) -> str | None``, optional: why another is to compute the gradient
   (:class:`jax_flash.spec.Residuals`, :class:`jax_flash.spec.Gradients`);
+- ``how(spec) -> str | None``, optional: what is special about the way in which it computes a call,
+  and what that costs;
 - ``attend`` and ``tune``, optional, for ``jax-flash tune`` (:mod:`jax_flash.tuner`).
 
 This is the only file that names implementations. Kernel packages are loaded by string, so a CPU
@@ -241,6 +243,12 @@ def differentiable(spec: AttentionSpec) -> Backend:
     elif device.platform == "gpu":
         _warn_about_plain_xla(decision)
     return backend
+
+
+def how(name: str, spec: AttentionSpec) -> str | None:
+    """What is special about how an implementation computes a call; None for nothing."""
+    explain = getattr(load(name), "how", None)
+    return None if explain is None else explain(spec)
 
 
 def plain() -> Backend:

@@ -88,7 +88,8 @@ def _table(decision: backends.Decision) -> str:
     lines = [f"{subject} on {device.platform} ({device.name}{capability})"]
     for name in backends.NAMES:
         if name == decision.chosen:
-            verdict = "chosen"
+            special = backends.how(name, decision.spec)
+            verdict = f"chosen: {special}" if special else "chosen"
         elif name in decision.reasons:
             verdict = decision.reasons[name]
         else:

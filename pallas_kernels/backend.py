@@ -12,7 +12,7 @@ from jax_flash.spec import AttentionSpec, Device, Gradients, Operands, Residuals
 from pallas_kernels import backward as backward_kernel
 from pallas_kernels import backward_config, backward_terms, schedule, tune
 from pallas_kernels import forward as kernel
-from pallas_kernels.config import HEAD_DIMS
+from pallas_kernels.config import HEAD_DIMS, SPLIT_HEAD_DIMS
 from pallas_kernels.terms import Arrays
 
 Array = jax.Array
@@ -32,20 +32,30 @@ def supports(spec: AttentionSpec, device: Device) -> str | None:
         return f"needs compute capability 9.0 (Hopper); found {device.compute_capability}"
     if spec.kind not in ("dense", "ragged"):
         return f"no {spec.kind} attention: its queries are too few to fill a tile"
-    if spec.dtype not in ("float16", "bfloat16"):
-        return f"only float16 and bfloat16; got {spec.dtype}"
+    if spec.dtype not in ("float16", "bfloat16", "float32"):
+        return f"only float16, bfloat16 and float32; got {spec.dtype}"
     if spec.kv_dtype != spec.dtype:
         return f"keys must have the query's dtype {spec.dtype}; got {spec.kv_dtype}"
-    widest = max(HEAD_DIMS)
+    widest = max(_dims(spec))
     if max(spec.head_dim, spec.value_dim) > widest:
-        return f"head dims up to {widest}; got {spec.head_dim} and {spec.value_dim}"
+        in_fp32 = " in float32" if spec.dtype == "float32" else ""
+        return f"head dims up to {widest}{in_fp32}; got {spec.head_dim} and {spec.value_dim}"
     if spec.kv_len > _MAX_KV_LEN:
         return f"at most {_MAX_KV_LEN} keys; got {spec.kv_len}"
     return None
 
 
+def how(spec: AttentionSpec) -> str | None:
+    """What is special about the way in which the kernels compute a call."""
+    if spec.dtype == "float32":
+        return "fp32 as three bf16 parts, six products for one"
+    return None
+
+
 def declines_gradient(spec: AttentionSpec) -> str | None:
     """Why the backward kernel does not compute a gradient of a call that the forward computes."""
+    if spec.dtype == "float32":
+        return "no gradient in float32"
     bias = spec.arrays.bias
     if bias is not None and "bias" not in spec.constants and spec.deterministic:
         if backward_terms.is_column(bias, spec.kv_len):
@@ -84,7 +94,7 @@ def attend(
         # The row maximum of the scores must be that of the logits.
         q = q * jnp.asarray(np.sign(scale), q.dtype)
         scale = -scale or 1.0
-    head_dim, value_dim = _padded_dim(spec.head_dim), _padded_dim(spec.value_dim)
+    head_dim, value_dim = (_padded_dim(spec, dim) for dim in (spec.head_dim, spec.value_dim))
     if spec.arrays.bias is not None:
         # Out is staged in q's buffer, to make room for the bias.
         head_dim = max(head_dim, value_dim)
@@ -242,9 +252,14 @@ def can_have_empty_rows(mask: Mask, q_len: int, kv_len: int) -> bool:
     return bool((np.asarray(end) <= np.asarray(start)).any())
 
 
-def _padded_dim(dim: int) -> int:
+def _dims(spec: AttentionSpec) -> tuple[int, ...]:
+    """Head dims that the kernel has tiles for."""
+    return SPLIT_HEAD_DIMS if spec.dtype == "float32" else HEAD_DIMS
+
+
+def _padded_dim(spec: AttentionSpec, dim: int) -> int:
     """The next head dim that the kernel has tiles for."""
-    return next(size for size in HEAD_DIMS if dim <= size)
+    return next(size for size in _dims(spec) if dim <= size)
 
 
 def _padded(x: Array, dim: int) -> Array:

@@ -6,12 +6,14 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_flash.mask import Mask
-from pallas_kernels import tiles
+from pallas_kernels import split, tiles
 
 _ROWS = tiles.WARPGROUP_ROWS
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+SPLIT_HEAD_DIMS = (64, 128)  # of fp32
 _REGISTERS = 65536  # of a multiprocessor
 _NARROW = 2048  # keys of a window
 _CACHE_BYTES = 2**25  # of the L2 cache that keys and values may fill
@@ -119,6 +121,11 @@ class Problem:
     num_blocks: int = 132
 
     @property
+    def parts(self) -> int:
+        """Of each operand of a matrix product: see :mod:`pallas_kernels.split`."""
+        return split.PARTS if self.dtype == jnp.float32 else 1
+
+    @property
     def has_plain_scores(self) -> bool:
         """Whether scores are nothing but products."""
         return self.bias is None and not self.has_alibi and self.soft_cap is None
@@ -159,6 +166,19 @@ def default_config(problem: Problem) -> ForwardConfig:
     if problem.bias is not None and problem.has_bias_tiles:
         bias_bytes = problem.bias.dtype.itemsize
     spill_bytes = _spill_budget(problem)
+    if problem.parts > 1:
+        # What limits are shared memory and, next to it, registers.
+        is_narrow = max(d, dv) <= 64
+        query_registers = is_narrow and not crowded
+        return ForwardConfig(
+            num_warpgroups=2 if is_narrow or not bias_bytes else 1,
+            block_kv=64,
+            num_stages=2 if is_narrow else 1,
+            bias_stages=1 if is_narrow and bias_bytes == 4 else 2,
+            query_registers=query_registers,
+            opaque_index=not query_registers,
+            spill_bytes=spill_bytes,
+        )
     if max(d, dv) <= 64:
         if problem.q_len <= 256 and not mask.is_trivial:
             return ForwardConfig(
@@ -199,6 +219,8 @@ def default_config(problem: Problem) -> ForwardConfig:
 def _spill_budget(problem: Problem) -> int:
     """What ptxas may spill: as measured, with some room for the compilers of other versions."""
     mask = problem.mask
+    if problem.parts > 1:
+        return 96 if problem.value_dim <= 64 else 1024
     present = (
         problem.bias is not None,
         problem.has_alibi,

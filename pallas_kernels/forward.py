@@ -54,6 +54,7 @@ from pallas_kernels import schedule as schedules
 from pallas_kernels.config import ForwardConfig, Problem, default_config, head_group
 from pallas_kernels.forward_tiles import KeyTiles, QueryTile, ScoreTiles
 from pallas_kernels.ops import Ops, packed_bits
+from pallas_kernels.split import split
 from pallas_kernels.terms import Arrays
 from pallas_kernels.terms import inputs as term_inputs
 
@@ -78,24 +79,32 @@ def scratch_tree(problem: Problem, config: ForwardConfig, ops: Ops) -> dict[str,
             "bias_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=count),
         }
     tree = {
-        "q_s": tiles.buffer((groups, _ROWS, problem.head_dim), dtype),
-        "k_s": tiles.buffer((stages, config.block_kv, problem.head_dim), dtype),
-        "v_s": tiles.buffer((stages, config.block_kv, problem.value_dim), dtype),
+        "q_s": tiles.operand_buffer((groups, _ROWS, problem.head_dim), dtype),
+        "k_s": tiles.operand_buffer((stages, config.block_kv, problem.head_dim), dtype),
+        "v_s": tiles.operand_buffer((stages, config.block_kv, problem.value_dim), dtype),
         "o_s": None
         if config.share_out
-        else tiles.buffer((groups, _ROWS, problem.value_dim), dtype),
+        else tiles.buffer((groups, _ROWS, _staged_columns(problem)), dtype),
         "lse_s": plgpu.SMEM((groups, _ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=groups, num_barriers=1),
+        "q_full": plgpu.Barrier(num_arrivals=groups * problem.parts, num_barriers=1),
         "q_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=1),
-        "k_full": plgpu.Barrier(num_barriers=stages),
+        "k_full": plgpu.Barrier(num_arrivals=problem.parts, num_barriers=stages),
         "k_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        "v_full": plgpu.Barrier(num_barriers=stages),
+        "v_full": plgpu.Barrier(num_arrivals=problem.parts, num_barriers=stages),
         "v_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         **bias,
         "s_acc": ops.accumulator_scratch(groups, (_ROWS, config.block_kv)),
         "o_acc": ops.accumulator_scratch(groups, (_ROWS, problem.value_dim)),
+        "part_acc": ops.accumulator_scratch(groups, (_ROWS, problem.value_dim))
+        if problem.parts > 1
+        else None,
     }
     return {name: item for name, item in tree.items() if item is not None}
+
+
+def _staged_columns(problem: Problem) -> int:
+    """Columns of out that a warpgroup stages at a time: fp32 has no room for all."""
+    return problem.value_dim if problem.parts == 1 else min(problem.value_dim, 64)
 
 
 class _Kernel(ScoreTiles):
@@ -218,16 +227,16 @@ class _Kernel(ScoreTiles):
         self.wait("q_empty")
         for group in range(config.num_warpgroups):
             row = words[0] * config.block_q + group * _ROWS
-            source = refs["q"].at[batch, pl.ds(row, _ROWS), head]
-            plgpu.copy_gmem_to_smem(source, refs["q_s"].at[group], refs["q_full"].at[0])
+            at = batch, pl.ds(row, _ROWS), head
+            self.copy("q", at, refs["q_s"].at[group], refs["q_full"].at[0])
 
         def load(i: Any, _: None) -> None:
             slot = self.slot(steps + i)
             keys = pl.ds(tiles_to_load.visit(i)[0] * config.block_kv, config.block_kv)
             for x in ("k", "v"):
                 self.wait(f"{x}_empty", slot)
-                source = refs[x].at[batch, keys, kv_head]
-                plgpu.copy_gmem_to_smem(source, refs[f"{x}_s"].at[slot], refs[f"{x}_full"].at[slot])
+                at = batch, keys, kv_head
+                self.copy(x, at, refs[f"{x}_s"].at[slot], refs[f"{x}_full"].at[slot])
             if "bias" not in self.rings:
                 return
             slot = self.slot(steps + i, "bias")
@@ -240,6 +249,11 @@ class _Kernel(ScoreTiles):
 
         lax.fori_loop(0, tiles_to_load.count, load, None)
         return steps + tiles_to_load.count
+
+    def copy(self, name: str, at: tuple[Any, ...], target: Ref, full: Ref) -> None:
+        """Begins to load a tile of an operand."""
+        source = self.refs[name if self.problem.parts == 1 else f"{name}_parts"]
+        self.ops.copy_operand(source, at, target, full)
 
     # Consumers.
 
@@ -327,15 +341,21 @@ class _Kernel(ScoreTiles):
         refs, group = self.refs, self.warpgroup
         rows = pl.ds(row, _ROWS)
         staging = refs["q_s" if self.config.share_out else "o_s"].at[group]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staging[...] = o.astype(self.problem.dtype)
-        refs["lse_s"][group] = lse
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, refs["out"].at[batch, rows, head], commit_group=False)
-        plgpu.copy_smem_to_gmem(
-            refs["lse_s"].at[group], refs["lse"].at[batch, head, rows], commit_group=False
-        )
-        plgpu.commit_smem_to_gmem_group()
+        width = _staged_columns(self.problem)
+        for first in range(0, o.shape[1], width):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staging[...] = o[:, first : first + width].astype(self.problem.dtype)
+            if first == 0:
+                refs["lse_s"][group] = lse
+            plgpu.commit_smem()
+            target = refs["out"].at[batch, rows, head]
+            if width < o.shape[1]:
+                target = target.at[:, pl.ds(first, width)]
+            plgpu.copy_smem_to_gmem(staging, target, commit_group=False)
+            if first == 0:
+                target = refs["lse"].at[batch, head, rows]
+                plgpu.copy_smem_to_gmem(refs["lse_s"].at[group], target, commit_group=False)
+            plgpu.commit_smem_to_gmem_group()
 
     def mend(self, turn: Any, words: tuple[Any, ...], bad_turns: Any) -> Any:
         """Writes out again if it got a NaN or inf: it may come from a value that is hidden.
@@ -406,7 +426,7 @@ class _Kernel(ScoreTiles):
         score_shape = (_ROWS, config.block_kv)
 
         query = refs["q_s"].at[self.warpgroup]
-        in_registers = ops.load_tile(query) if config.query_registers else None
+        in_registers = ops.load_operand(query) if config.query_registers else None
         if config.query_registers:
             self.arrive("q_empty")
 
@@ -459,6 +479,10 @@ class _Kernel(ScoreTiles):
 
         def step(i: Any, carry: Any, *, masked: bool | None) -> Any:
             """Key tile ``i``; masked None means that a branch decides."""
+            visit_tile = functools.partial(add_values, i, carry, masked)
+            return ops.with_partial_sum(visit_tile, o_acc, self.backing("part_acc"))
+
+        def add_values(i: Any, carry: Any, masked: bool | None, target: Ref) -> Any:
             p, stats, alpha = carry
             key_slot, value_slot = self.slot(steps + i), self.slot(steps + i - 1)
             column, needs_mask, columns, bias = visit(i)
@@ -470,7 +494,7 @@ class _Kernel(ScoreTiles):
                 scores(s_acc, key_slot)
                 ops.rescale(o_acc, alpha, skip_ones=config.lazy_growth > 0)
                 self.wait("v_full", value_slot)
-                ops.matmul_registers(o_acc, p, refs["v_s"].at[value_slot])
+                ops.matmul_registers(target, p, refs["v_s"].at[value_slot])
                 self.pass_turn()
                 return ops.load_accumulator(s_acc, wait=1)
 
@@ -487,18 +511,22 @@ class _Kernel(ScoreTiles):
                 await_key(i + 1)
             ops.wait_matmuls(0)
             self.arrive("v_empty", value_slot)
-            return p.astype(self.problem.dtype), stats, alpha
+            return ops.operand(p, self.problem.dtype), stats, alpha
 
-        carry = (p.astype(self.problem.dtype), stats, alpha)
+        carry = (ops.operand(p, self.problem.dtype), stats, alpha)
         p, stats, alpha = self.loop_over_keys(step, carry, own)
         if not (config.share_out or config.query_registers):
             self.arrive("q_empty")
         value_slot = self.slot(steps + count - 1)
         ops.rescale(o_acc, alpha, skip_ones=config.lazy_growth > 0)
         self.wait("v_full", value_slot)
-        self.await_turn()
-        ops.matmul_registers(o_acc, p, refs["v_s"].at[value_slot])
-        self.pass_turn()
+
+        def add_last_values(target: Ref) -> None:
+            self.await_turn()
+            ops.matmul_registers(target, p, refs["v_s"].at[value_slot])
+            self.pass_turn()
+
+        ops.with_partial_sum(add_last_values, o_acc, self.backing("part_acc"))
         o = ops.load_accumulator(o_acc, wait=0)
         self.arrive("v_empty", value_slot)
         return o, stats
@@ -556,7 +584,7 @@ def attention_forward(
         out ``[B, Tq', Hq, Dv]``; lse fp32 ``[B, Hq, Tq'']``, rows past Tq undefined.
     """
     config = config or default_config(problem)
-    ops = Ops(interpret)
+    ops = Ops(interpret, problem.parts)
     lengths = problem.q_len, problem.kv_len
     tiling = _ROWS, config.num_warpgroups, config.block_kv
     inputs: dict[str, Array] = {}
@@ -595,6 +623,8 @@ def attention_forward(
     whole_tiles = -(-problem.kv_len // config.block_kv) * config.block_kv
     inputs |= term_inputs(problem, mask, arrays or Arrays(), padded_len, whole_tiles)
     inputs |= {"q": q, "k": k, "v": v}
+    if problem.parts > 1:
+        inputs |= {"q_parts": split(q), "k_parts": split(k), "v_parts": split(v)}
     outputs = {
         "out": jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), problem.dtype),
         "lse": jax.ShapeDtypeStruct((problem.batch, problem.num_q_heads, padded_len), jnp.float32),
@@ -615,7 +645,7 @@ def attention_forward(
         kernel_name="jax_flash_forward",
         interpret=interpret or False,
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
+            approx_math=problem.parts == 1,
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=0,
             lowering_semantics=plgpu.LoweringSemantics.Lane,

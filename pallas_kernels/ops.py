@@ -13,6 +13,10 @@ around them, which is where races hide, is the one that runs on the GPU:
 | wait_matmuls | ``wgmma.wait_group`` | nothing: the product is already there |
 | named barriers | ``bar.sync``, ``bar.arrive`` | nothing: they set the pace, never guard data |
 
+An *operand* of a matrix product is an array of 16 bits, or the three bf16 parts of an fp32 array
+(:mod:`pallas_kernels.split`): in memory a leading axis, in registers a tuple. A product of operands
+is then six of their parts.
+
 Not modelled, so only a GPU can test: layouts, swizzles, wait counts and register pressure.
 """
 
@@ -31,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash import mask
 from pallas_kernels import registers
+from pallas_kernels import split as splitting
 
 Array = jax.Array
 Ref = Any
@@ -55,9 +60,11 @@ class Ops:
 
     Attributes:
         interpret: parameters of interpret mode, or None for a GPU.
+        parts: of each operand of a matrix product: 1, or 3 of fp32.
     """
 
     interpret: plgpu.InterpretGPUParams | None = None
+    parts: int = 1
 
     def accumulator_scratch(self, num_warpgroups: int, shape: tuple[int, int]) -> Any:
         """What to allocate for one accumulator of each warpgroup: nothing on a GPU."""
@@ -76,17 +83,90 @@ class Ops:
 
     def matmul(self, acc: Ref, a: Ref, b: Ref, *, transpose_b: bool = False) -> None:
         """Issues ``acc += a @ b`` (or ``a @ b.T``); both operands in shared memory."""
-        if self.interpret is None:
-            plgpu.wgmma(acc, a, b.transpose((1, 0)) if transpose_b else b)
-        else:
-            self._dot(acc, a[...], b[...].T if transpose_b else b[...])
+        for x, y in self._factors(a, b):
+            if self.interpret is None:
+                plgpu.wgmma(acc, x, y.transpose((1, 0)) if transpose_b else y)
+            else:
+                self._dot(acc, x[...], y[...].T if transpose_b else y[...])
 
-    def matmul_registers(self, acc: Ref, a: Array, b: Ref, *, transpose_b: bool = False) -> None:
+    def matmul_registers(
+        self, acc: Ref, a: Array | tuple[Array, ...], b: Ref, *, transpose_b: bool = False
+    ) -> None:
         """Issues ``acc += a @ b`` (or ``a @ b.T``) with ``a`` in registers (layout TILE)."""
-        if self.interpret is None:
-            plgpu.wgmma(acc, a, b.transpose((1, 0)) if transpose_b else b)
+        for x, y in self._factors(a, b):
+            if self.interpret is None:
+                plgpu.wgmma(acc, x, y.transpose((1, 0)) if transpose_b else y)
+            else:
+                self._dot(acc, x, y[...].T if transpose_b else y[...])
+
+    def _factors(self, a: Any, b: Ref) -> list[tuple[Any, Ref]]:
+        """Of each product of parts that a product of operands consists of."""
+        if self.parts == 1:
+            return [(a, b)]
+        in_registers = isinstance(a, tuple)
+        return [(a[i] if in_registers else a.at[i], b.at[j]) for i, j in splitting.PRODUCTS]
+
+    @property
+    def _products(self) -> int:
+        """How many of parts are one of operands."""
+        return 1 if self.parts == 1 else len(splitting.PRODUCTS)
+
+    def operand(self, x: Array, dtype: Any) -> Array | tuple[Array, ...]:
+        """An fp32 TILE as an operand in registers; rounded to ``dtype``, if that is not fp32."""
+        if self.parts == 1:
+            return x.astype(dtype)
+        if self.interpret is not None:
+            return tuple(splitting.split(x))
+        parts = []
+        for _ in range(self.parts):
+            parts.append(x.astype(splitting.DTYPE))
+            x = x - parts[-1].astype(jnp.float32)
+        return tuple(parts)
+
+    def load_operand(self, ref: Ref) -> Array | tuple[Array, ...]:
+        """An operand in shared memory as one in registers; see :meth:`load_tile`."""
+        if self.parts == 1:
+            return self.load_tile(ref)
+        return tuple(self.load_tile(ref.at[part]) for part in range(self.parts))
+
+    def store_operand(self, ref: Ref, x: Array | tuple[Array, ...]) -> None:
+        """Writes an operand to shared memory."""
+        if isinstance(x, tuple):
+            for i, part in enumerate(x):
+                ref.at[i][...] = part
         else:
-            self._dot(acc, a, b[...].T if transpose_b else b[...])
+            ref[...] = x
+
+    def copy_operand(self, source: Ref, at: tuple[Any, ...], target: Ref, barrier: Ref) -> None:
+        """Begins to copy an operand ``source[at]`` from global memory; arrives once for each part.
+
+        Args:
+            source: an array, or its parts stacked.
+            at: index of the array.
+            target: in shared memory.
+            barrier: arrives there.
+        """
+        if self.parts == 1:
+            plgpu.copy_gmem_to_smem(source.at[at], target, barrier)
+            return
+        for part in range(self.parts):
+            plgpu.copy_gmem_to_smem(source.at[(part, *at)], target.at[part], barrier)
+
+    def with_partial_sum(self, body: Callable[[Ref], Any], acc: Ref, backing: Ref) -> Any:
+        """Runs ``body(target)``, whose products into ``target`` are added to ``acc`` in fp32.
+
+        With operands of 16 bits ``target`` is ``acc``. With parts it is a fresh accumulator, whose
+        ``backing`` is its scratch, because tensor cores round a long sum worse than adders do.
+        """
+        if self.parts == 1:
+            return body(acc)
+
+        def run(target: Ref) -> Any:
+            result = body(target)
+            acc[...] = self.load_accumulator(acc, wait=None) + self.load_accumulator(target, wait=0)
+            return result
+
+        return self.with_accumulator(run, acc.shape, backing)
 
     def load_tile(self, ref: Ref) -> Array:
         """Shared memory as an array in the layout of a TILE; TMA may then write there again."""
@@ -102,13 +182,14 @@ class Ops:
     def load_accumulator(self, acc: Ref, *, wait: int | None) -> Array:
         """Reads an accumulator once at most ``wait`` later products are in flight."""
         if self.interpret is None:
-            return plgpu.wgmma_accumulator_load(acc, wait_n=wait)
+            wait_n = None if wait is None else wait * self._products
+            return plgpu.wgmma_accumulator_load(acc, wait_n=wait_n)
         return acc[...]
 
     def wait_matmuls(self, count: int) -> None:
         """Waits until at most ``count`` issued products are in flight."""
         if self.interpret is None:
-            plgpu.wgmma_wait(count)
+            plgpu.wgmma_wait(count * self._products)
 
     def rescale(self, acc: Ref, factor: Array, *, skip_ones: bool = False) -> None:
         """``acc *= factor[:, None]``; no product that writes ``acc`` may be in flight.
@@ -163,8 +244,12 @@ class Ops:
         return registers.counted_on(first, size)
 
     def tanh(self, x: Array) -> Array:
-        """The hyperbolic tangent of an fp32 TILE; on a GPU to 2**-11, by one instruction."""
-        return jnp.tanh(x) if self.interpret is not None else registers.tanh(x)
+        """The hyperbolic tangent of an fp32 TILE; on a GPU to 2**-11, by one instruction.
+
+        With parts it is as exact as fp32.
+        """
+        is_exact = self.interpret is not None or self.parts > 1
+        return jnp.tanh(x) if is_exact else registers.tanh(x)
 
     def hide_by_bits(self, s: Array, words: Ref, row: Any, column: Any) -> Array:
         """A TILE of scores with -inf where the bit of :func:`packed_bits` is 0.
@@ -296,10 +381,11 @@ class Ops:
 
     def matmul_transposed(self, acc: Ref, a: Ref, b: Ref) -> None:
         """Issues ``acc += a.T @ b``; both operands in shared memory."""
-        if self.interpret is None:
-            plgpu.wgmma(acc, a.transpose((1, 0)), b)
-        else:
-            self._dot(acc, a[...].T, b[...])
+        for x, y in self._factors(a, b):
+            if self.interpret is None:
+                plgpu.wgmma(acc, x.transpose((1, 0)), y)
+            else:
+                self._dot(acc, x[...].T, y[...])
 
     def load_shared_columns(self, ref: Ref) -> Array:
         """A vector in shared memory with one entry a column of a TILE."""
@@ -323,6 +409,13 @@ class Ops:
             plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
         else:
             target[...] = target[...] + source[...]
+            plgpu.commit_smem()
+
+    def fence_reads(self) -> None:
+        """Lets TMA write where this thread has read, once it has arrived at a barrier."""
+        if self.interpret is None:
+            registers.proxy_fence()
+        else:
             plgpu.commit_smem()
 
     def exchange(self, barrier: int, num_threads: int, backing: Ref | None) -> None:

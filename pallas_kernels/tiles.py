@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import split
 from pallas_kernels.ops import Ops
 
 Array = jax.Array
@@ -49,6 +50,13 @@ def buffer(shape: tuple[int, ...], dtype: Any, widest: int = 128) -> Any:
     tile = (8, swizzle // jnp.dtype(dtype).itemsize)
     transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def operand_buffer(shape: tuple[int, ...], dtype: Any, widest: int = 128) -> Any:
+    """Operands ``[..., m, n]`` of matrix products, of fp32 their parts ``[..., 3, m, n]``."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return buffer((*shape[:-2], split.PARTS, *shape[-2:]), split.DTYPE, widest)
+    return buffer(shape, dtype, widest)
 
 
 def smem_bytes(scratch: Mapping[str, Any]) -> int:

@@ -1,0 +1,33 @@
+"""fp32 products on tensor cores that multiply bf16: three parts of each factor, six products.
+
+    x = x0 + x1 + x2        x0 = bf16(x), x1 = bf16(x - x0), x2 = x - x0 - x1      3 x 8 bits: exact
+    a b = a0 b0 + (a0 b1 + a1 b0) + (a1 b1 + a0 b2 + a2 b0)       the rest is below 2**-26 |a b|
+
+bf16 has the exponents of fp32, so nothing overflows and nothing has to be scaled. The smallest
+products come first. Tensor cores add up with truncation, which biases long sums: the products of
+one tile get an accumulator of their own, which is added to a longer sum with rounding
+(:meth:`pallas_kernels.ops.Ops.with_partial_sum`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+PARTS = 3
+PRODUCTS = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))  # parts of a and of b
+DTYPE = jnp.dtype("bfloat16")  # of the parts
+
+
+def split(x: Array) -> Array:
+    """The parts of an fp32 array ``[...]``: bf16 ``[3, ...]``; those of inf are inf, 0 and 0."""
+    parts = []
+    for _ in range(PARTS):
+        # XLA may take a conversion to bf16 and back for nothing, this it may not.
+        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(DTYPE))
+        x = jnp.where(jnp.isfinite(part), x - part, 0.0)
+    return jnp.stack(parts)
