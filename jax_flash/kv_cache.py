@@ -224,8 +224,15 @@ class PagedKVCache:
             lengths = self.lengths
             if new_lengths is not None:  # a row without a new token reads nothing
                 lengths = jnp.where(new_lengths > 0, lengths, 0)
+            # Every layer makes the same one: in one program the compiler keeps the first.
+            plan = api.decode_plan(
+                lengths,
+                num_new_tokens=num_new,
+                local_window_size=terms.get("local_window_size"),
+            )
+            pools = self.key_pages, self.value_pages
             out = api.paged_attention(
-                stored, self.key_pages, self.value_pages, self.block_tables, lengths, **terms
+                stored, *pools, self.block_tables, lengths, plan=plan, **terms
             )
             return out.astype(query.dtype)
         out = api.dot_product_attention(

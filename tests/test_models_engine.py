@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 from array import array
 
 import jax
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from cuda_ffi import library
+from jax_flash import api, backends
 from models import step
 from models.engine import Engine, EngineConfig, QueueFullError, SamplingParams
 from models.scheduler import Call, Row, Sequence
@@ -243,6 +246,35 @@ def test_no_step_copies_a_pool():
         program = step.run.lower(*arguments, num_tokens=call.shape[1]).compile().as_text()
         assert f"f32[{shape}]" in program
         assert f"f32[{shape}]{{3,2,1,0}} copy(" not in program
+
+
+@pytest.mark.skipif(
+    library.missing(jax.default_backend()) is not None, reason="the kernels are not built"
+)
+def test_all_layers_of_a_step_share_one_plan_which_changes_no_token(monkeypatch):
+    monkeypatch.setattr(backends, "_NEEDS_GPU", ("mosaic", "cudnn"))
+    config = dataclasses.replace(
+        CONFIG, width=128, num_heads=2, num_kv_heads=1, num_layers=3, dtype="bfloat16"
+    )
+    prompts = [prompt_of(length) for length in LENGTHS]
+
+    def tokens_and_plans(model):
+        engine = make_engine(model)
+        tokens = [one.tokens for (one,) in engine.generate(prompts, GREEDY)]
+        packed = step.pack(Call([], (4, 1)), [], engine.max_pages, 4)
+        arguments = (engine._graph, engine._params, engine._state, packed)
+        program = step.run.lower(*arguments, num_tokens=1).compile().as_text()
+        calls = re.findall(rf"custom-call\((.*)\), custom_call_target=\"{library.DECODE}", program)
+        return tokens, [re.findall(r"%[\w.-]+", call)[9] for call in calls]
+
+    tokens, plans = tokens_and_plans(make_model(config, scale=3.0))
+    assert len(plans) == 3
+    assert len(set(plans)) == 1
+    monkeypatch.setattr(api, "decode_plan", lambda *_, **__: None)
+    # Another model to the compiler, the same one to the tokens.
+    unplanned = dataclasses.replace(config, context_length=CONTEXT + 1)
+    tokens_without, _ = tokens_and_plans(make_model(unplanned, scale=3.0))
+    assert tokens == tokens_without
 
 
 def test_a_packed_call_holds_what_each_row_asks_for_and_padding_asks_for_nothing():
