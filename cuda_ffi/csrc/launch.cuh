@@ -157,17 +157,15 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
     }
   }
   if (tokens <= kMaxSoloTokens) {
+    // The larger a block, the sooner a long item ends; small ones begin and end behind each other.
+    // Of long items small ones must all run at once: the last of a second wave would run alone.
     const bool is_short = tokens <= kShortTokens, is_one_tile = grid.row_tiles == 1;
-    // The larger a block, the sooner a long item ends; the smaller, the better all begin and end
-    // behind each other, as long as they run at once.
-    const bool fits_large = items <= sms && (2 * items > sms || max_chunks <= Cluster::kWarps);
-    const bool fits_small = items > sms && items <= Solo::kBlocks * sms && is_one_tile &&
-                            (tokens <= kMaxSoloTokens / 2 || items >= 2 * sms);
-    if (fits_small || (is_short && items > sms)) return launch_fixed<Solo>(p, grid, 1, stream);
-    // In several waves a large block that ends makes room for the next one.
-    if (fits_large || (is_one_tile && items > Solo::kBlocks * sms)) {
-      return launch_fixed<Cluster>(p, grid, 1, stream);
+    const bool is_one_wave = items <= Solo::kBlocks * sms;
+    if (items > sms && (is_short || (is_one_tile && is_one_wave))) {
+      return launch_fixed<Solo>(p, grid, 1, stream);
     }
+    const bool fills = 2 * items > sms || max_chunks <= Cluster::kWarps;
+    if (items <= sms ? fills : is_one_tile) return launch_fixed<Cluster>(p, grid, 1, stream);
   }
   return launch_balanced<Ranges_>(p, grid, max_chunks, device, stream);
 }

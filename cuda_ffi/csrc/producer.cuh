@@ -71,17 +71,6 @@ struct Producer {
       auto upcoming = walk;
       upcoming.next(p);
       upcoming_ids = upcoming.valid ? first_ids(upcoming.segment) : -1;
-      if (upcoming.valid) prefetch_query(upcoming.segment);
-    }
-  }
-
-  // Into L1: loads of queries, once they are wanted, would wait behind all that the rings ask for.
-  JF_DEVICE void prefetch_query(const Segment& s) const {
-    constexpr int kSector = 16;  // elements that come together
-    const int first_row = s.row_tile * C::kRows, end_row = min(first_row + C::kRows, p.rows());
-    for (int row = first_row; row < end_row && lane * kSector < p.head_dim; ++row) {
-      const int64_t offset = p.row_index(s.b, s.head, row) * p.head_dim + lane * kSector;
-      prefetch_l1((const typename C::T*)p.q + offset);
     }
   }
 

@@ -38,10 +38,6 @@ JF_DEVICE int load_now(const int32_t* source) {
   return x;
 }
 
-JF_DEVICE void prefetch_l1(const void* source) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(source));
-}
-
 // Three at once.
 JF_DEVICE void load_now(const int32_t* a, const int32_t* b, const int32_t* c, int& x, int& y,
                         int& z) {
