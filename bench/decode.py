@@ -103,7 +103,7 @@ SPECULATIVE = tuple(_uniform(*size, q_len=8, page_sizes=(16,)) for size in ((1, 
 # Those whose sequences are cut into equal ranges.
 PLANNED = (PLAIN[6], SKEWED)
 STEPS = (_uniform(1, 1024), _uniform(64, 1024))
-CASES = (*PLAIN, SKEWED, EQUAL, *EIGHT_BIT, *SPECULATIVE, *CONTEXTS)
+CASES = (*PLAIN, SKEWED, EQUAL, *SPECULATIVE, *CONTEXTS, *EIGHT_BIT)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -115,14 +115,14 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 
     peers = decode_peers.chosen(arguments.peers)
     found: list[Row] = []
-    for case in CASES:
-        if is_chosen(case.name):
-            for row in _measure_case(case, peers, is_quick=arguments.quick):
-                found.append(row)
-                yield row
     for name, rows in (("append", _measure_append), ("step", _measure_steps)):
         if is_chosen(name):
             for row in rows():
+                found.append(row)
+                yield row
+    for case in CASES:
+        if is_chosen(case.name):
+            for row in _measure_case(case, peers, is_quick=arguments.quick):
                 found.append(row)
                 yield row
     if "flashinfer" in peers:
