@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash.spec import Device
@@ -26,6 +27,17 @@ def qkv(batch, tq, tk, hq, hk, d, dv=None, dtype="bfloat16"):
 
 def i32(*values):
     return np.array(values, np.int32)
+
+
+def mostly_on_gpu(names, on_gpu):
+    """Parameters, of which those in `on_gpu` are left to a GPU, where a case takes no time.
+
+    They are mixtures and sizes whose parts other cases have: in interpret mode each costs seconds.
+    """
+    assert set(on_gpu) <= set(names), "a case that is not there"
+    values = [x if isinstance(x, tuple) else (x,) for x in names]
+    marks = [pytest.mark.gpu if x in on_gpu else () for x in names]
+    return [pytest.param(*x, marks=mark) for x, mark in zip(values, marks, strict=True)]
 
 
 # name: shapes (batch, tq, tk, hq, hk, d[, dv]), the call's keywords, the oracle's keywords, which
