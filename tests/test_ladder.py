@@ -79,6 +79,8 @@ def test_what_the_ladder_does_not_take():
 @pytest.mark.parametrize("number", ladder.STAGES)
 def test_every_step_lowers_for_cuda(number):
     """Layouts, shapes and shared memory are checked by lowering, which needs no CUDA."""
+    if aot.unavailable() is None:
+        pytest.skip("tests/test_aot.py compiles them, which begins with this")
     cases = [case for case in aot.ladder_cases() if case.name.startswith(f"ladder {number} ")]
     assert len(cases) == 4
     for case in cases:
