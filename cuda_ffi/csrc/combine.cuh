@@ -1,10 +1,7 @@
 // Merges the parts of the items that decode_kernel's equal ranges cut (see schedule.cuh).
 //
 // Block (j, row tile) looks at the end of range j: if it falls inside an item that begins in range
-// j, the block merges that item's parts, in order. The launch overlaps the kernel before it;
-// lengths are read at once, the parts after that kernel is done. Every block waits for it, those
-// without work too: else this kernel could be over before it, and the next one of the stream begin
-// too early.
+// j, the block merges that item's parts, in order.
 #pragma once
 #include "decode.cuh"
 
@@ -17,7 +14,6 @@ __global__ __launch_bounds__(128) void combine_kernel(const __grid_constant__ De
   extern __shared__ int tables[];
   const Ranges ranges{tables, p.kv_heads};
   Ranges::fill(p, tables);
-  wait_for_previous_kernel();
   const int total = ranges.total(p.batch), range = blockIdx.x, row_tile = blockIdx.y;
   const Equal equal(total, blocks);
   const int low = equal.begin(range), end = equal.begin(range + 1);

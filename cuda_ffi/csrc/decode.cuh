@@ -75,7 +75,6 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
   __syncwarp();
   const Ranges ranges{(int*)tail, p.kv_heads};
   if constexpr (C::kBalanced) {
-    launch_dependents();
     Ranges::fill(p, (int*)tail);
   } else if (grid.parts > 1) {
     cluster_arrive_relaxed();

@@ -102,18 +102,10 @@ Status launch_balanced(const DecodeParams& p, Grid grid, int max_chunks,
                                                                               value_map);
   JF_CHECK(cudaGetLastError());
   if (blocks == 1) return {};
-  // Inside a graph that XLA captures an early start has not been tried: there it comes after.
-  cudaStreamCaptureStatus capture;
-  JF_CHECK(cudaStreamIsCapturing(stream, &capture));
-  const bool may_overlap = device.capability >= 90 && capture == cudaStreamCaptureStatusNone;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks - 1, grid.row_tiles), config.blockDim = dim3(128);
-  config.dynamicSmemBytes = Ranges::bytes(p.batch), config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = may_overlap ? 1 : 0;
-  JF_CHECK(cudaLaunchKernelEx(&config, combine_kernel<C>, p, grid, blocks));
+  // An early start (programmatic launch) gained nothing where these run: behind the long ones.
+  combine_kernel<C><<<dim3(blocks - 1, grid.row_tiles), 128, Ranges::bytes(p.batch), stream>>>(
+      p, grid, blocks);
+  JF_CHECK(cudaGetLastError());
   return {};
 }
 

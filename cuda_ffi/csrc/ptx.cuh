@@ -229,11 +229,6 @@ JF_DEVICE void wait_for_peers(uint32_t barrier) {
       : "memory");
 }
 
-// The next kernel of the stream may start; it may not read what this one writes before it waits.
-JF_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-JF_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 #else  // so that the names exist; the host launches nothing that would get here
 
 JF_DEVICE void barrier_init(uint32_t) { __trap(); }
@@ -251,8 +246,6 @@ JF_DEVICE uint32_t peer_address(uint32_t, int) { __trap(); return 0; }
 JF_DEVICE void send(uint32_t, uint32_t, float4) { __trap(); }
 JF_DEVICE void send(uint32_t, uint32_t, float2) { __trap(); }
 JF_DEVICE void wait_for_peers(uint32_t) { __trap(); }
-JF_DEVICE void launch_dependents() {}
-JF_DEVICE void wait_for_previous_kernel() {}
 
 #endif
 
