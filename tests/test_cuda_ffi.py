@@ -308,6 +308,19 @@ def test_pools_on_a_mesh_with_explicit_axes_stay_as_they_are(mesh, implementatio
     assert bits(list(got)) == bits(list(want))
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("lengths", [[40, 9, 2], [17_000, 40, 3]], ids=["cluster", "ranges"])
+def test_every_device_gives_the_same_bits(lengths):
+    query, key, value, lens = cache(lengths, (4, 2), (64, 64), 2, "bfloat16")
+    pools, tables = into_pages([key, value], lens, 16, "HND")
+    call = jax.jit(functools.partial(paged_attention, implementation="cuda", return_residual=True))
+    results = [
+        call(*jax.device_put((query, *pools, tables, lens), device)) for device in jax.devices()[:2]
+    ]
+    assert np.isfinite(np.float32(results[0][0])).all()
+    assert len({tuple(map(bits, result)) for result in results}) == 1
+
+
 def test_an_exported_call_is_the_call():
     pytest.importorskip("flatbuffers")
     arrays = small_call()
