@@ -16,7 +16,16 @@ from cuda_ffi import backend, library
 from jax_flash import backends, decode_attention, paged_attention
 from tests import oracle64 as oracle
 from tests import test_decode, tolerance
-from tests.test_decode import INF, NAN, cache, check, dense_errors, into_pages, run
+from tests.test_decode import (
+    INF,
+    NAN,
+    cache,
+    check,
+    dense_errors,
+    into_pages,
+    page_case,
+    run,
+)
 from tests.tolerance import bits, rand
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -254,11 +263,44 @@ def test_a_batch_as_large_as_the_tables_allow():
     lens = np.random.default_rng(0).integers(0, 40, backend._TABLES_BATCH)
     query, key, value, lens = cache(lens.tolist(), (8, 2), (128, 128), 4, "bfloat16")
     pools, tables = into_pages([key, value], lens, 16, "NHD")
-    arrays = query, *pools, tables, lens
-    got = run(paged_attention, "cuda", arrays, {"page_layout": "NHD"})
-    want = run(paged_attention, "xla", arrays, {"page_layout": "NHD"})
-    for x, right, atol in zip(got, want, (0.03, 1e-3), strict=True):
-        np.testing.assert_allclose(np.float32(x), np.float32(right), atol=atol)
+    want = run(paged_attention, "xla", (query, *pools, tables, lens), {"page_layout": "NHD"})
+    wide = np.pad(tables, ((0, 0), (0, 300)), constant_values=-1)  # for long ones, equal ranges
+    for table in (tables, wide):
+        got = run(paged_attention, "cuda", (query, *pools, table, lens), {"page_layout": "NHD"})
+        for x, right, atol in zip(got, want, (0.03, 1e-3), strict=True):
+            np.testing.assert_allclose(np.float32(x), np.float32(right), atol=atol)
+
+
+@pytest.mark.parametrize("q_len", [1, 8])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_all_splits_agree(count, q_len):
+    arrays, want, errors = page_case(16, "HND", q_len, (8, 2), "bfloat16")
+
+    def attend(*arrays):
+        with backend.fixed_splits(count):
+            return paged_attention(*arrays, implementation="cuda", return_residual=True)
+
+    check([np.asarray(x) for x in jax.jit(attend)(*arrays)], want, errors)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "q_len"), [(9, 8, 1), (24, 8, 1), (80, 8, 1), (24, 4, 8)]
+)
+def test_batches_of_every_size_are_right(batch, heads, q_len):
+    """One large block an item, small ones, several waves of large ones, two tiles of rows."""
+    lens = np.random.default_rng(batch).integers(0, 90, batch)
+    query, key, value, lens = cache(lens.tolist(), (4 * heads, heads), (64, 64), q_len, "bfloat16")
+    pools, tables = into_pages([key, value], lens, 16, "HND")
+    tables = np.pad(tables, ((0, 0), (0, 70)), constant_values=-1)  # more than the short ones
+    want = oracle.paged_attention(query, *pools, tables, lens)
+    errors = dense_errors(query, key, value, lens, want)
+    check(run(paged_attention, "cuda", (query, *pools, tables, lens), {}), want, errors)
+
+
+def test_a_split_that_no_kernel_has_is_refused():
+    arrays, _, _ = page_case(16, "HND", 1, (8, 2), "bfloat16")
+    with backend.fixed_splits(3), pytest.raises(jax.errors.JaxRuntimeError, match="1, 2, 4 or 8"):
+        jax.block_until_ready(paged_attention(*arrays, implementation="cuda"))
 
 
 @pytest.mark.gpu
