@@ -170,8 +170,9 @@ class View:
             summary: whether the last rows have the geometric mean and the worst of how many times
                 as fast ours is.
         """
-        chosen = [x for x in self.cases if cases is None or x in cases]
         columns = [x for x in self.impls if impls is None or x in impls]
+        measured = {case for case, impl in self.rows if impl in columns}
+        chosen = [x for x in self.cases if x in measured and (cases is None or x in cases)]
         if not chosen or not columns:
             raise ReportError(f"{self._where} has nothing of {cases} and {impls}")
 
