@@ -78,7 +78,7 @@ def scratch_tree(
         "do_s": buffer(config.do_stages, block_q, dv),
         "lse_s": plgpu.SMEM((config.q_stages, block_q), jnp.float32),
         "delta_s": plgpu.SMEM((config.do_stages, block_q), jnp.float32),
-        "ds_s": buffer(stages, block_kv, block_q),
+        "ds_s": buffer(stages, block_q // ROWS, block_kv, ROWS),
         "dq_s": tiles.buffer((GROUPS, ROWS, config.dq_columns or dq_shape[1]), jnp.float32),
         "k_full": barriers(arrivals=1),
         "v_full": barriers(arrivals=1),
@@ -368,6 +368,31 @@ class Kernel(Tiles):
 
         return self.for_each_query_head(walk_head, carry)
 
+    def for_each_step_and_late(
+        self,
+        tile: Tile,
+        turns: Any,
+        at: KeyTile,
+        process: Callable[[Step, Step, tuple[Array, ...]], tuple[Array, ...]],
+        sums: tuple[Array, ...] = (),
+    ) -> None:
+        """Likewise ``sums = process(step, before, sums)``, and at last makes the last step's dQ.
+
+        ``before`` is the step before, whose dQ ``process`` makes; its row is -1 if there is none.
+        """
+
+        def before(turn: Any, row: Any, head: Any) -> Step:
+            return Step(turn - 1, at.batch, at.slab, head, row, at.key, False)
+
+        def step(step: Step, carry: Any) -> Any:
+            late, sums = carry
+            return (step.row, step.head), process(step, before(step.turn, *late), sums)
+
+        none = jnp.int32(-1), jnp.int32(0)
+        late = self.for_each_step(tile, turns, at, step, none, sums)
+        last = before(turns + self.num_steps(tile), *late)
+        pl.when(last.row >= 0)(lambda: self.make_dq(last, self.ops.opaque_zero()))
+
     def for_each_query_tile(
         self, tile: Tile, step: Callable[[Any, Any, Any], Any], carry: Any
     ) -> Any:
@@ -470,10 +495,10 @@ class Kernel(Tiles):
         """
 
         def product(dq_acc: Ref) -> Array:
-            ds, k = self.refs["ds_s"].at[ds_slot], self.refs["k_s"].at[zero]
-            if self.config.splits_rows:
-                ds = ds.at[:, self.half(self.config.block_q)]
-            else:
+            splits_rows = self.config.splits_rows
+            ds = self.refs["ds_s"].at[ds_slot, self.warpgroup if splits_rows else 0]
+            k = self.refs["k_s"].at[zero]
+            if not splits_rows:
                 k = k.at[:, self.half(self.problem.head_dim)]
             self.ops.matmul_transposed(dq_acc, ds, k)
             meanwhile()
@@ -481,16 +506,43 @@ class Kernel(Tiles):
 
         return self.accumulate(product, ("dq_acc",))
 
+    def make_dq(self, step: Step, zero: Any, release: Callable[[], None] | None = None) -> None:
+        """Makes dQ of a step; ``release`` is run when the products before are done."""
+        ds_slot = self.slots(step.turn, zero)[2]
+
+        def release_all() -> None:
+            if release is not None:
+                self.ops.wait_matmuls(1)
+                release()
+
+        self.wait("ds_full", ds_slot)
+        dq = self.query_gradients(ds_slot, zero, release_all)
+        self.arrive("ds_empty", ds_slot)
+        self.add_to_dq(dq, step)
+
+    def make_dq_if_any(self, step: Step, zero: Any, release: Callable[[], None]) -> None:
+        """Likewise, but there may be no such step."""
+
+        def make_none() -> None:
+            self.ops.wait_matmuls(0)
+            release()
+
+        lax.cond(step.row >= 0, lambda: self.make_dq(step, zero, release), make_none)
+
     def half(self, size: int) -> Any:
         """This warpgroup's half of an axis."""
         return pl.ds(pl.multiple_of(self.warpgroup * (size // GROUPS), 32), size // GROUPS)
 
-    def store(self, name: str, gradient: Array, staging: Ref, at: KeyTile, key: Any) -> None:
-        """Writes rows of dk or dv, staged where the keys or values were."""
+    def store(
+        self, name: str, gradient: Array, staging: Ref, at: KeyTile, key: Any, column: int = 0
+    ) -> None:
+        """Begins to write some columns of rows of dk or dv."""
         staging[...] = gradient.astype(self.problem.dtype)
         plgpu.commit_smem()
-        keys = pl.ds(key, gradient.shape[0])
-        plgpu.copy_smem_to_gmem(staging, self.refs[name].at[at.batch, keys, at.head])
+        keys, columns = (
+            pl.ds(first, n) for first, n in zip((key, column), gradient.shape, strict=True)
+        )
+        plgpu.copy_smem_to_gmem(staging, self.refs[name].at[at.batch, keys, at.head, columns])
 
 
 def remainder(turn: Any, count: int) -> Any:

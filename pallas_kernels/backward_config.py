@@ -97,13 +97,16 @@ def default_config(problem: Problem) -> BackwardConfig:
         return BackwardConfig(
             block_q=128,
             parts=2,
+            take_turns=False,
             bias_stages=_bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32),
             split_edges=split_edges,
             spill_bytes=spill_bytes + _more_spill_bytes(problem),
         )
     if widest <= 128:
+        bias_stages = _bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32)
         return BackwardConfig(
-            bias_stages=_bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32),
+            do_stages=2 if bias_stages else 3,
+            bias_stages=bias_stages,
             split_edges=split_edges,
             spill_bytes=(112 if ids else 48) + _more_spill_bytes(problem),
         )
@@ -118,7 +121,7 @@ def default_config(problem: Problem) -> BackwardConfig:
         ds_buffers=1,
         dq_columns=64,
         split_edges=split_edges,
-        spill_bytes=spill_bytes,
+        spill_bytes=16 + spill_bytes,
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -56,9 +57,9 @@ class OwnKeys(Kernel):
         if self.config.take_turns:
             self.ops.pace_arrive(FIRST_TURN + 1 - self.warpgroup, 128 * GROUPS)
 
-    def own_keys(self, name: str, index: Any = 0) -> Ref:
+    def own_keys(self, name: str, *index: Any) -> Ref:
         """This warpgroup's part of keys, values or dS'."""
-        return self.refs[name].at[index, pl.ds(self.warpgroup * ROWS, ROWS)]
+        return self.refs[name].at[*index, pl.ds(self.warpgroup * ROWS, ROWS)]
 
     def first_key(self, key: Any) -> Any:
         """This warpgroup's first key of a tile that begins at ``key``."""
@@ -66,40 +67,47 @@ class OwnKeys(Kernel):
 
     def clean_keys(self) -> None:
         """Cleans this warpgroup's part of the keys."""
-        self.clean(self.own_keys("k_s"))
+        self.clean(self.own_keys("k_s", 0))
 
     def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
         """All of one key tile."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's dk and dv
 
         def walk(dk_acc: Ref, dv_acc: Ref) -> tuple[Array, Array]:
-            def step(step: Step, carry: Any) -> Any:
-                return self.step(dk_acc, dv_acc, step, *carry)
-
-            none = jnp.int32(-1), jnp.int32(0)
-            row, head = self.for_each_step(tile, turns, at, step, none, self.no_sums())
-            last = turns + self.num_steps(tile) - 1
-            late = Step(last, at.batch, at.slab, head, row, at.key, False)
-            pl.when(row >= 0)(lambda: self.late_step(late, self.ops.opaque_zero()))
+            step = functools.partial(self.step, dk_acc, dv_acc)
+            self.for_each_step_and_late(tile, turns, at, step, self.no_sums())
             load = self.ops.load_accumulator
             return load(dk_acc, wait=None), load(dv_acc, wait=None)
 
         dk, dv = self.accumulate(walk, ("dk_acc", "dv_acc"))
-        self.meet()  # the other consumer has read these keys for its part of dQ
-        key = self.first_key(at.key)
-        self.store("dk", dk * self.problem.scale, self.own_keys("k_s"), at, key)
-        self.store("dv", dv * self.value_scale, self.own_keys("v_s"), at, key)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.arrive("kv_empty")
+        self.arrive("kv_empty")  # the next keys come while these gradients go
+        self.meet()  # the other consumer has read dS' for its part of dQ
+        self.store_gradients({"dk": dk * self.problem.scale, "dv": dv * self.value_scale}, at)
+
+    def store_gradients(self, gradients: dict[str, Array], at: KeyTile) -> None:
+        """Begins to write rows of dk and dv, 64 columns at a time, staged where dS' was."""
+        places = list(np.ndindex(self.config.ds_buffers, self.config.block_q // ROWS))
+        pieces = [
+            (name, first)
+            for name, gradient in gradients.items()
+            for first in range(0, gradient.shape[1], ROWS)
+        ]
+        for number, (name, first) in enumerate(pieces):
+            if number and number % len(places) == 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staging = self.own_keys("ds_s", *places[number % len(places)])
+            piece = gradients[name][:, first : first + ROWS]
+            self.store(name, piece, staging, at, self.first_key(at.key), first)
 
     def step(
         self,
         dk_acc: Ref,
         dv_acc: Ref,
         step: Step,
-        late: tuple[Any, Any],
+        before: Step,
         sums: tuple[Array, ...],
-    ) -> tuple[tuple[Any, Any], tuple[Array, ...]]:
-        """One query tile; ``late`` is the row and head of the tile before, whose dQ is made now."""
+    ) -> tuple[Array, ...]:
+        """One query tile; dQ of the step before is made now."""
         refs, config, ops = self.refs, self.config, self.ops
         zero = ops.opaque_zero()
         q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
@@ -109,6 +117,11 @@ class OwnKeys(Kernel):
 
         def gradients(*accs: Ref) -> tuple[list[Array], tuple[Array, ...]]:
             s_accs, dp_accs = accs[:parts], accs[parts:]
+
+            def issue_dp(part: int) -> None:
+                acc, do = dp_accs[part], refs["do_s"].at[do_slot, spans[part]]
+                ops.matmul(acc, self.own_keys("v_s", zero), do, transpose_b=True)
+
             self.wait("q_full", q_slot)
             self.await_turn()
             for part, span in enumerate(spans):
@@ -116,16 +129,14 @@ class OwnKeys(Kernel):
                 ops.matmul(s_accs[part], self.own_keys("k_s", zero), q, transpose_b=True)
                 if part == 0:
                     self.wait("do_full", do_slot)
-                do = refs["do_s"].at[do_slot, span]
-                ops.matmul(dp_accs[part], self.own_keys("v_s", zero), do, transpose_b=True)
+                    issue_dp(0)
             result, total = [], sums
             for part, span in enumerate(spans):
-                # Later products: S' and dP' of the parts to come, and dV of the parts before.
-                later = 2 * (parts - part) - 1 + part
+                # Later products: dP' of this part; then S' of the next, or dV of the one before.
                 lse = ops.load_shared_columns(refs["lse_s"].at[q_slot, span])
                 row = step.row + part * width
                 given = self.given(step, row, key, (ROWS, width), (q_slot, span))
-                s = ops.load_accumulator(s_accs[part], wait=later)
+                s = ops.load_accumulator(s_accs[part], wait=parts)
                 if part == 0:
                     self.pass_turn()
                     self.wait("ds_empty", ds_slot)
@@ -137,13 +148,17 @@ class OwnKeys(Kernel):
                 p = self.probabilities(step, s, lse, given, row, key)
                 p16 = p.kept.astype(self.problem.dtype)
                 delta = ops.load_shared_columns(refs["delta_s"].at[do_slot, span])
-                dp = ops.load_accumulator(dp_accs[part], wait=later - 1)
+                dp = ops.load_accumulator(dp_accs[part], wait=parts - 1)
                 ds = self.score_gradients(step, p.slopes, dp, delta)
                 total = self.add_to_sums(total, ds, step, row, key)
                 self.add_to_bias(ds, step, row, key)
                 ds = ds.astype(self.problem.dtype)
+                if part + 1 < parts:
+                    issue_dp(part + 1)  # in the registers of this part's
                 ops.matmul_registers(dv_acc, p16, refs["do_s"].at[do_slot, span])
-                self.own_keys("ds_s", ds_slot).at[:, span][...] = ds
+                for column in range(0, width, ROWS):
+                    place = ds_slot, (part * width + column) // ROWS
+                    self.own_keys("ds_s", *place)[...] = ds[:, column : column + ROWS]
                 result.append(ds)
             return result, total
 
@@ -157,31 +172,8 @@ class OwnKeys(Kernel):
             self.arrive("do_empty", do_slot)
             self.arrive("q_empty", q_slot)
 
-        def make_late() -> None:
-            row, head = late
-            before = Step(step.turn - 1, step.batch, step.slab, head, row, step.key, False)
-            self.late_step(before, zero, release)
-
-        def make_none() -> None:
-            ops.wait_matmuls(0)
-            release()
-
-        lax.cond(late[0] >= 0, make_late, make_none)
-        return (step.row, step.head), sums
-
-    def late_step(self, step: Step, zero: Any, release: Callable[[], None] | None = None) -> None:
-        """Makes dQ of a step; ``release`` is run when the products before are done."""
-        ds_slot = self.slots(step.turn, zero)[2]
-
-        def release_all() -> None:
-            if release is not None:
-                self.ops.wait_matmuls(1)
-                release()
-
-        self.wait("ds_full", ds_slot)
-        dq = self.query_gradients(ds_slot, zero, release_all)
-        self.arrive("ds_empty", ds_slot)
-        self.add_to_dq(dq, step)
+        self.make_dq_if_any(before, zero, release)
+        return sums
 
 
 class OwnGradients(Kernel):
@@ -228,31 +220,40 @@ class OwnGradients(Kernel):
     def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
         """All of one key tile."""
 
-        def role(step: Callable[..., Any], x: str, scale: float, sums: tuple[Array, ...]) -> None:
-            def walk(acc: Ref) -> Array:
-                def process(it: Step, carry: Any) -> Any:
-                    return None, step(acc, it, carry[1])
-
-                self.for_each_step(tile, turns, at, process, sums=sums)
-                return self.ops.load_accumulator(acc, wait=None)
-
-            gradient = self.accumulate(walk, (f"d{x}_acc",))
+        def store(x: str, gradient: Array) -> None:
             self.meet()  # the other consumer has read keys and values
-            self.store(f"d{x}", gradient * scale, self.refs[f"{x}_s"].at[0], at, at.key)
+            self.store(f"d{x}", gradient, self.refs[f"{x}_s"].at[0], at, at.key)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.arrive("kv_empty")
 
-        lax.cond(
-            self.warpgroup == 0,
-            lambda: role(self.value_step, "v", self.value_scale, ()),
-            lambda: role(self.key_step, "k", self.problem.scale, self.no_sums()),
-        )
+        def make_dv() -> None:
+            def walk(acc: Ref) -> Array:
+                step = functools.partial(self.value_step, acc)
+                self.for_each_step_and_late(tile, turns, at, step)
+                return self.ops.load_accumulator(acc, wait=None)
 
-    def value_step(self, dv_acc: Ref, step: Step, sums: tuple[()]) -> tuple[()]:
-        """Makes P', hands it over, and adds to dV; the other warpgroup has the sums."""
+            store("v", self.accumulate(walk, ("dv_acc",)) * self.value_scale)
+
+        def make_dk() -> None:
+            def walk(acc: Ref) -> Array:
+                def step(step: Step, carry: Any) -> Any:
+                    return None, self.key_step(acc, step, carry[1])
+
+                self.for_each_step(tile, turns, at, step, sums=self.no_sums())
+                return self.ops.load_accumulator(acc, wait=None)
+
+            store("k", self.accumulate(walk, ("dk_acc",)) * self.problem.scale)
+
+        lax.cond(self.warpgroup == 0, make_dv, make_dk)
+
+    def value_step(self, dv_acc: Ref, step: Step, before: Step, sums: tuple[()]) -> tuple[()]:
+        """Makes P', hands it over, and adds to dV; dQ of the step before is made now.
+
+        So it never waits for the dS' of the same step. The other warpgroup has the sums.
+        """
         refs, ops = self.refs, self.ops
         zero = ops.opaque_zero()
-        q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
+        q_slot, do_slot, _ = self.slots(step.turn, zero)
 
         def probabilities(s_acc: Ref) -> tuple[Array, Array]:
             self.wait("q_full", q_slot)
@@ -273,11 +274,7 @@ class OwnGradients(Kernel):
         self.wait("p_empty")
         refs["p_s"][...] = slopes
         self.arrive("p_full")
-        self.wait("ds_full", ds_slot)
-        dq = self.query_gradients(ds_slot, zero)
-        self.arrive("do_empty", do_slot)
-        self.arrive("ds_empty", ds_slot)
-        self.add_to_dq(dq, step)
+        self.make_dq_if_any(before, zero, lambda: self.arrive("do_empty", do_slot))
         return sums
 
     def key_step(self, dk_acc: Ref, step: Step, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -292,6 +289,7 @@ class OwnGradients(Kernel):
             ops.matmul(dp_acc, refs["v_s"].at[zero], do, transpose_b=True)
             delta = ops.load_shared_columns(refs["delta_s"].at[do_slot])
             dp = ops.load_accumulator(dp_acc, wait=0)
+            ops.fence_reads()
             self.arrive("do_empty", do_slot)
             self.wait("p_full")
             p = ops.load_shared_tile(refs["p_s"]).astype(jnp.float32)
@@ -303,7 +301,7 @@ class OwnGradients(Kernel):
 
         ds, total = self.accumulate(gradients, ("dp_acc",))
         self.wait("ds_empty", ds_slot)
-        refs["ds_s"].at[ds_slot][...] = ds
+        refs["ds_s"].at[ds_slot, 0][...] = ds
         plgpu.commit_smem()
         self.arrive("ds_full", ds_slot)
         self.wait("q_full", q_slot)
