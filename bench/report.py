@@ -254,6 +254,12 @@ class Results:
             )
         return _markdown(lines)
 
+    def when(self, *modes: str, caller: Callable[..., str]) -> str:
+        """A block about modes, as :func:`_measured` has for files; for runs that were cut short."""
+        if missing := [mode for mode in modes if mode not in self.modes]:
+            return f"> **Not in this run:** {' and '.join(missing)}.\n"
+        return caller(*map(self, modes))
+
     def shorter(self, *modes: str) -> View:
         """Of each case and implementation the row of that mode which took the least time."""
         taken: dict[tuple[str, str], Row] = {}
