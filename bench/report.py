@@ -72,6 +72,10 @@ class View:
         names = dict.fromkeys(impl for _, impl in self.rows)
         return tuple(sorted(names, key=lambda impl: impl != OURS))
 
+    def has(self, cases: Collection[str]) -> bool:
+        """Whether any of these cases is there."""
+        return not set(cases).isdisjoint(self.cases)
+
     def get(self, of: str, case: str, impl: str = OURS) -> float | None:
         """Like :meth:`value`; None if there is no such number."""
         row = self.rows.get((case, impl))
