@@ -307,7 +307,8 @@ def test_supports_answers():
     assert "device is cpu" in refusal(device=Device("cpu"))
     assert "9.0" in refusal(device=Device("gpu", "8.0"))
     assert "9.0" in refusal(device=Device("gpu", "10.0"))
-    assert "float32" in refusal(dtype="float32")
+    assert refusal(dtype="float32") is None
+    assert "up to 128 in float32" in refusal(dtype="float32", d=192)
     assert "257" in refusal(d=257)
     assert refusal(mask=np.ones((1, 1, 64, 64), bool), logits_soft_cap=3.0) is None
     assert refusal(bias=np.ones((1, 1, 1, 64), np.float32), sinks=np.ones(4, np.float32)) is None
