@@ -260,10 +260,10 @@ def test_empty_rows_leave_the_gradients_of_a_dense_layer_alone(implementation):
     seen = np.array([[True] * 4, [True] * 3 + [False]])[..., None, None]
     got = np.asarray(gradient(weights, seen))
     qkv = [(x @ np.float64(w))[:, :, None] for w in weights]
-    terms = oracle_terms(terms)
-    out, lse = oracle.attention(*qkv, **terms)
+    exact = oracle_terms(terms)
+    out, lse = oracle.attention(*qkv, **exact)
     np.testing.assert_array_equal(lse[..., None] > -INF, seen)
-    grads = oracle.attention_grads(*qkv, np.where(seen, np.cos(out), 0.0), **terms)
+    grads = oracle.attention_grads(*qkv, np.where(seen, np.cos(out), 0.0), **exact)
     want = [np.einsum("btc,btd->cd", x, grads[name][:, :, 0]) for name in ("dq", "dk", "dv")]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     # An empty row may be left in the loss: whatever its cotangent, it moves nothing.
