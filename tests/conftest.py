@@ -6,6 +6,7 @@ JAX_FLASH_TEST_GPU=1 they run on the GPU instead, those marked `gpu` among them.
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,13 @@ else:
         "ci", derandomize=True, database=None, deadline=None, max_examples=50
     )
     hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def paths_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What :func:`bench.aot.unavailable` adds is gone after a test: a compiler, for one."""
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture(autouse=True)

@@ -202,9 +202,11 @@ def test_a_row_with_one_visible_key_is_that_value_whatever_is_hidden(implementat
         results.append(run(implementation, arrays, DETERMINISTIC, cotangents_of(arrays)))
         if results[-1] is None:
             return
-    assert bits(results[0]) == bits(results[1]) == bits(results[2])
+    for other in results[1:]:
+        assert_unmoved(implementation, other, results[0])
     (out, _), grads = results[0]
-    np.testing.assert_array_equal(out, arrays["value"][:, [0] * 8])
+    rounding = 2**-22 if implementation == "mosaic" else 0  # fp32 there is a sum of products
+    np.testing.assert_allclose(out, arrays["value"][:, [0] * 8], rtol=rounding)
     assert not np.any(grads["key"][:, 1:])
     assert not np.any(grads["value"][:, 1:])
 
