@@ -108,7 +108,7 @@ def default_config(problem: Problem) -> BackwardConfig:
             do_stages=2 if bias_stages else 3,
             bias_stages=bias_stages,
             split_edges=split_edges,
-            spill_bytes=(112 if ids else 48) + _more_spill_bytes(problem),
+            spill_bytes=(128 if ids else 48) + _more_spill_bytes(problem),
         )
     spill_bytes = _more_spill_bytes(problem)
     if problem.bias is not None and problem.has_bias_tiles and widest > 192:
