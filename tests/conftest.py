@@ -5,6 +5,7 @@ JAX_FLASH_TEST_GPU=1 they run on the GPU instead, those marked `gpu` among them.
 """
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -73,6 +74,17 @@ def kernels_without_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     monkeypatch.setattr(backends, "device_of", lambda *_: hopper)
     monkeypatch.setattr(backend, "forward", functools.partial(backend.attend, **options))
     monkeypatch.setattr(backend, "backward", functools.partial(backend.differentiate, **options))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_let_go() -> Iterator[None]:
+    """Each compiled program holds memory maps, of which Linux grants a process 65530.
+
+    Past that, XLA crashes.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
