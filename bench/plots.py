@@ -4,90 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter
 
-from bench import cases, ladder, memory, packed, profile, style, train
+from bench import cases, ladder, memory, packed, panels, profile, style, train
 from bench.cases import Case
-from bench.results import INACCURATE, OURS, Run
+from bench.panels import Runs, StaleError
+from bench.results import OURS, Run
 from bench.style import BLACK, BLUE, GREY, SMALL, look
-
-Runs = Mapping[str, Run]
-
-
-class StaleError(Exception):
-    """A result file does not have what a figure needs; the message says what."""
-
-
-def _figures(run: Run, mode: str, attribute: str) -> dict[str, dict[str, float]]:
-    """{impl: {case: figure}} of one mode, but for what must not be believed."""
-    found: dict[str, dict[str, float]] = {}
-    for row in run.rows:
-        value = getattr(row, attribute)
-        if row.mode == mode and value is not None and row.note != INACCURATE:
-            found.setdefault(row.impl, {})[row.case] = value
-    return found
-
-
-def _need(found: Mapping[str, Mapping[str, float]], impls: Iterable[str], case: str) -> None:
-    for impl in impls:
-        if case not in found.get(impl, {}):
-            raise StaleError(f"it has no figure of {impl!r} for {case!r}")
-
-
-def _length(tokens: float) -> str:
-    """512, 4k, 128k."""
-    return f"{tokens / 1024:.0f}k" if tokens >= 1024 else f"{tokens:.0f}"
-
-
-def _plot(
-    axes: Any, points: Iterable[tuple[float, float | None]], scale: float = 1.0, **options: Any
-) -> list[Any]:
-    """A line through the points that have a figure, times ``scale``."""
-    seen = [(x, y * scale) for x, y in points if y is not None]
-    return axes.plot([x for x, _ in seen], [y for _, y in seen], **options)
-
-
-def _bars(
-    axes: Any,
-    bars: Mapping[str, tuple[float, str]],
-    texts: Iterable[str],
-    room: float,
-    font_size: float = SMALL + 1,
-) -> None:
-    """Horizontal bars ``{label: (length, colour)}`` with a text at the end of each.
-
-    Args:
-        axes: where.
-        bars: from the top, if somebody inverts the vertical axis.
-        texts: one for each bar.
-        room: for the texts, as a part of the longest bar.
-        font_size: of the texts, in points.
-    """
-    lengths, colors = zip(*bars.values(), strict=True)
-    drawn = axes.barh(list(bars), lengths, color=colors)
-    axes.bar_label(drawn, list(texts), padding=3, fontsize=font_size)
-    axes.set_xlim(0, (1 + room) * (max(lengths) or 1.0))
-    axes.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0)
-
-
-def _handles(impls: Iterable[str]) -> list[Line2D]:
-    return [Line2D([], [], **look(impl, i).line) for i, impl in enumerate(impls)]
-
-
-def _lengths_axis(axes: Any, lengths: Sequence[int]) -> None:
-    """A logarithmic axis of tokens."""
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _length(x)))
-    axes.set_xticks(lengths[:: 1 + len(lengths) // 6])
-    axes.xaxis.set_minor_locator(NullLocator())
-
 
 # Forward and backward.
 
@@ -109,9 +37,9 @@ def training(runs: Runs) -> Figure:
 
 def _speed(run: Run, mode: str, title: str) -> Figure:
     grid = [case for case in cases.GRID if case.num_q_heads == case.num_kv_heads]
-    found = _figures(run, mode, "tflops")
+    found = panels.numbers(run, mode, "tflops")
     for case in grid:
-        _need(found, [OURS], case.name)
+        panels.need(found, [OURS], case.name)
     impls = style.in_order(found)
     highest = max(y for impl in impls for y in found[impl].values())
     highest = max(highest, run.meta.matmul_tflops or 0.0)
@@ -129,15 +57,18 @@ def _speed(run: Run, mode: str, title: str) -> Figure:
                     if (case.head_dim, case.is_causal) == (head_dim, is_causal)
                 }
                 points = [(n, found[impl].get(names[n])) for n in lengths]
-                _plot(ax, points, **look(impl, i).line, zorder=4 if impl == OURS else 3)
+                panels.plot(ax, points, **look(impl, i).line, zorder=4 if impl == OURS else 3)
             _roof(ax, run)
             ax.margins(x=0.12)
-            _lengths_axis(ax, lengths)
+            panels.lengths_axis(ax, lengths)
             if row == 1:
                 ax.set_xlabel("tokens")
         axes[row, 0].set_ylabel("TFLOP/s")
         axes[row, 0].set_ylim(0, 1.08 * highest)
-    handles = [*_handles(impls), Line2D([], [], color=BLACK, ls="--", lw=1, label="matrix product")]
+    handles = [
+        *panels.handles(impls),
+        Line2D([], [], color=BLACK, ls="--", lw=1, label="matrix product"),
+    ]
     style.finish(figure, f"{title}, bf16, 16k tokens and 2048 columns in all", [run.meta], handles)
     return figure
 
@@ -200,7 +131,7 @@ def _points_of_roofline(runs: Runs) -> Iterator[tuple[str, dict[str, Any], list[
     ):
         if name not in runs:
             continue
-        found = _figures(runs[name], mode, "tflops").get(OURS, {})
+        found = panels.numbers(runs[name], mode, "tflops").get(OURS, {})
         known = [(by_name[case], y) for case, y in found.items() if case in by_name]
         for is_causal in (False, True):
             xy = [
@@ -213,13 +144,15 @@ def _points_of_roofline(runs: Runs) -> Iterator[tuple[str, dict[str, Any], list[
             yield label, {"marker": marker, "color": color, **fill}, xy
     if "ladder" in runs:
         case = Case(4, 4096, 16, 16, 128, True)
-        found = _figures(runs["ladder"], "fwd", "tflops")
+        found = panels.numbers(runs["ladder"], "fwd", "tflops")
         steps = [found.get(ladder.impl(n), {}).get(case.name) for n in range(1, 7)]
         x = case.flops("fwd") / _bytes(case, 4)
         xy = [(x, y) for y in steps if y is not None]
         yield "steps 1 to 6 of the ladder", {"marker": "D", "color": style.PURPLE}, xy
     if "decode" in runs:
-        found = _figures(runs["decode"], "decode warm", "gbps").get("jax_flash.cuda page16", {})
+        found = panels.numbers(runs["decode"], "decode warm", "gbps").get(
+            "jax_flash.cuda page16", {}
+        )
         group = 4  # query heads that share a key head: 2 * 2 operations for each, on 2 * 2 bytes
         xy = [(group, y * group / 1e3) for case, y in found.items() if case.endswith("D128 bf16")]
         yield "decode, warm", {"marker": "^", "color": style.GREEN}, xy
@@ -230,7 +163,7 @@ def _points_of_roofline(runs: Runs) -> Iterator[tuple[str, dict[str, Any], list[
 
 def _ladder_impls(run: Run) -> list[str]:
     impls = [ladder.impl(number) for number in range(1, 8)]
-    found = _figures(run, "fwd", "time_us")
+    found = panels.numbers(run, "fwd", "time_us")
     if missing := [impl for impl in impls if impl not in found]:
         raise StaleError(f"it has no figure of {missing[0]!r}")
     return impls
@@ -245,7 +178,7 @@ def ladder_latency(runs: Runs) -> Figure:
     """Time of every step of the ladder against the length of the sequence."""
     run = runs["ladder"]
     impls = _ladder_impls(run)
-    found = _figures(run, "fwd", "time_us")
+    found = panels.numbers(run, "fwd", "time_us")
     figure, axes = style.subplots(1, 2, 3.9, sharey=True)
     colors = (BLACK, GREY, style.YELLOW, style.ORANGE, style.PURPLE, style.GREEN, BLUE)
     handles: list[Any] = []
@@ -254,7 +187,7 @@ def ladder_latency(runs: Runs) -> Figure:
         lines = []
         for number, (impl, color) in enumerate(zip(impls, colors, strict=True), 1):
             points = [(case.seq_len, found[impl].get(case.name)) for case in chosen]
-            lines += _plot(
+            lines += panels.plot(
                 ax,
                 points,
                 1e-3,
@@ -265,7 +198,7 @@ def ladder_latency(runs: Runs) -> Figure:
             )
         handles = handles or lines
         ax.set(title=f"D{head_dim}, causal", yscale="log", xlabel="tokens of a sequence")
-        _lengths_axis(ax, [case.seq_len for case in chosen])
+        panels.lengths_axis(ax, [case.seq_len for case in chosen])
     axes[0, 0].set_ylabel("ms")
     axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     title = "The ladder: 16k tokens and 2048 columns in all, bf16"
@@ -277,7 +210,7 @@ def ladder_steps(runs: Runs) -> Figure:
     """TFLOP/s of every step at 4k tokens, beside the roof."""
     run = runs["ladder"]
     impls = _ladder_impls(run)
-    found = _figures(run, "fwd", "tflops")
+    found = panels.numbers(run, "fwd", "tflops")
     figure, axes = style.subplots(1, 2, 3.3, sharey=True)
     for ax, head_dim in zip(axes[0], (64, 128), strict=True):
         (case,) = (
@@ -285,7 +218,7 @@ def ladder_steps(runs: Runs) -> Figure:
             for case in ladder.CASES
             if (case.head_dim, case.seq_len, case.is_causal) == (head_dim, 4096, True)
         )
-        _need(found, impls, case.name)
+        panels.need(found, impls, case.name)
         values = [found[impl][case.name] for impl in impls]
         peak = run.meta.matmul_tflops
         texts = [f"{v:.0f}" + (f" ({100 * v / peak:.0f} %)" if peak else "") for v in values]
@@ -293,7 +226,7 @@ def ladder_steps(runs: Runs) -> Figure:
             _step_label(n): (value, BLUE if impl == OURS else style.SKY)
             for n, (impl, value) in enumerate(zip(impls, values, strict=True), 1)
         }
-        _bars(ax, bars, texts, room=0.45)
+        panels.bars(ax, bars, texts, room=0.45)
         ax.set(title=f"D{head_dim}, causal, 4k tokens", xlabel="TFLOP/s")
     axes[0, 0].invert_yaxis()
     style.finish(figure, "The ladder, and its part of the matrix-product ceiling", [run.meta])
@@ -317,7 +250,7 @@ def counters(runs: Runs) -> Figure:
     """Hardware counters of every step of the ladder."""
     run = runs["profile"]
     shown = ("tensor pipe", "DRAM", "L2", "bank conflicts", "occupancy", "clock")
-    amounts = {name: _figures(run, name, "amount") for name in shown}
+    amounts = {name: panels.numbers(run, name, "amount") for name in shown}
     figure, axes = style.subplots(2, 3, 5.2, sharey=True)
     for ax, name in zip(axes.flat, shown, strict=True):
         unit, factor = profile.COUNTERS[name].unit, 1.0
@@ -332,7 +265,7 @@ def counters(runs: Runs) -> Figure:
                 raise StaleError(f"it has no {name!r} of {kernel!r}")
             color = BLUE if kernel == "jax_flash_forward" else style.SKY
             bars[label] = amounts[name][kernel][case] * factor, color
-        _bars(ax, bars, (f"{v:.3g}" for v, _ in bars.values()), room=0.3, font_size=SMALL)
+        panels.bars(ax, bars, (f"{v:.3g}" for v, _ in bars.values()), room=0.3, font_size=SMALL)
         ax.set_title(f"{name}, {unit}")
     axes[0, 0].invert_yaxis()
     style.finish(figure, f"Counters of the ladder, {profile.CASE.name}", [run.meta])
@@ -350,8 +283,8 @@ def memory_scaling(runs: Runs) -> Figure:
     figure, axes = style.subplots(1, 2, 3.9, sharey=True)
     lengths = [case.seq_len for case in memory.CASES]
     for ax, mode in zip(axes[0], memory.MODES, strict=True):
-        found = _figures(run, mode, "amount")
-        _need(found, [OURS], memory.CASES[0].name)
+        found = panels.numbers(run, mode, "amount")
+        panels.need(found, [OURS], memory.CASES[0].name)
         missed = {
             (row.impl, row.case)
             for row in run.rows
@@ -360,30 +293,30 @@ def memory_scaling(runs: Runs) -> Figure:
         highest = max(max(sizes.values()) for sizes in found.values()) / 2**30
         for i, impl in enumerate(style.in_order(found)):
             points = [(case.seq_len, found[impl].get(case.name)) for case in memory.CASES]
-            _plot(ax, points, 2**-30, **look(impl, i).line)
+            panels.plot(ax, points, 2**-30, **look(impl, i).line)
             gone = [c.seq_len for c in memory.CASES if (impl, c.name) in missed]
             level = 2.2 * highest * 1.8**i
             ax.plot(gone, [level] * len(gone), "x", color=look(impl, i).color, mew=2)
         ax.set(title=mode.replace("_", " "), yscale="log", xlabel="tokens")
-        _lengths_axis(ax, lengths)
+        panels.lengths_axis(ax, lengths)
     axes[0, 0].set_ylabel("peak, GiB")
     axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    impls = style.in_order(_figures(run, "fwd", "amount"))
+    impls = style.in_order(panels.numbers(run, "fwd", "amount"))
     cross = Line2D([], [], color=BLACK, marker="x", ls="", mew=2, label="out of memory")
     style.finish(figure, "Device memory, B1 H16 D128 causal, bf16", [run.meta],
-                 [*_handles(impls), cross])  # fmt: skip
+                 [*panels.handles(impls), cross])  # fmt: skip
     return figure
 
 
 def train_step(runs: Runs) -> Figure:
     """Tokens per second and peak memory of whole training steps."""
     run = runs["train"]
-    speed, size = (_figures(run, mode, "amount") for mode in ("step", "memory"))
+    speed, size = (panels.numbers(run, mode, "amount") for mode in ("step", "memory"))
     names = [shape.name for shape in train.SHAPES]
     figure, axes = style.subplots(2, len(names), 4.6, sharey="row")
     impls = [impl for impl in style.LOOKS if impl in train.IMPLEMENTATIONS]
     for column, name in enumerate(names):
-        _need(speed, [OURS], name)
+        panels.need(speed, [OURS], name)
         title, _, rest = name.partition(" B")
         for row, (found, factor, unit) in enumerate(
             ((speed, 1e-6, "million tokens/s"), (size, 2**-30, "peak, GiB"))
@@ -391,7 +324,7 @@ def train_step(runs: Runs) -> Figure:
             ax = axes[row, column]
             shown = [impl for impl in impls if name in found.get(impl, {})]
             bars = {look(i).label: (found[i][name] * factor, look(i).color) for i in shown}
-            _bars(ax, bars, (f"{v:.3g}" for v, _ in bars.values()), room=0.2)
+            panels.bars(ax, bars, (f"{v:.3g}" for v, _ in bars.values()), room=0.2)
             ax.set_xlabel(unit)
             if row == 0:
                 ax.set_title(f"{title}\nB{rest.removesuffix(' causal bf16')}")
@@ -415,8 +348,8 @@ def documents(runs: Runs) -> Figure:
     run = runs["packed"]
     figure, axes = style.subplots(1, 2, 2.9, sharey=True)
     for ax, mode in zip(axes[0], packed.MODES, strict=True):
-        found = _figures(run, mode, "amount")
-        _need(found, [OURS], packed.CASE.name)
+        found = panels.numbers(run, mode, "amount")
+        panels.need(found, [OURS], packed.CASE.name)
         bars = {
             label: (
                 found.get(way, {}).get(packed.CASE.name, 0.0) / 1e6,
@@ -424,7 +357,7 @@ def documents(runs: Runs) -> Figure:
             )
             for way, label in _WAYS.items()
         }
-        _bars(ax, bars, (f"{v:.3g}" if v else "–" for v, _ in bars.values()), room=0.25)
+        panels.bars(ax, bars, (f"{v:.3g}" if v else "–" for v, _ in bars.values()), room=0.25)
         ax.set(title=mode, xlabel="million tokens/s")
     axes[0, 0].invert_yaxis()
     title = "64 documents, 64k tokens in all, H16 D128 causal, bf16"
@@ -435,7 +368,7 @@ def documents(runs: Runs) -> Figure:
 def decode(runs: Runs) -> Figure:
     """Latency and bandwidth of decoding against context, for one sequence and for 64."""
     run = runs["decode"]
-    times = _figures(run, "program warm", "time_us")
+    times = panels.numbers(run, "program warm", "time_us")
     rates: dict[str, dict[str, float]] = {impl: {} for impl in times}
     sizes: dict[int, dict[int, str]] = {}
     for impl in times:
@@ -461,8 +394,8 @@ def decode(runs: Runs) -> Figure:
             ax = axes[row, column]
             for i, impl in enumerate(impls):
                 points = [(n, found[impl].get(sizes[batch][n])) for n in lengths]
-                _plot(ax, points, **look(impl, i).line)
-            _lengths_axis(ax, lengths)
+                panels.plot(ax, points, **look(impl, i).line)
+            panels.lengths_axis(ax, lengths)
         axes[0, column].set(yscale="log", title=f"B{batch}")
         axes[1, column].set_xlabel("tokens of a context")
         if run.meta.read_gbps is not None:
@@ -471,7 +404,7 @@ def decode(runs: Runs) -> Figure:
     axes[0, 0].set_ylabel("µs, a call in a program")
     axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes[1, 0].set_ylabel("TB/s")
-    handles = [*_handles(impls), Line2D([], [], color=BLACK, ls="--", lw=1, label="reads")]
+    handles = [*panels.handles(impls), Line2D([], [], color=BLACK, ls="--", lw=1, label="reads")]
     style.finish(figure, "Decoding one token, H32/8 D128, bf16", [run.meta], handles, columns=3)
     return figure
 

@@ -1,0 +1,86 @@
+"""What figures are made of: the numbers of a run, and lines and bars of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+from bench.results import INACCURATE, Run
+from bench.style import SMALL, look
+
+Runs = Mapping[str, Run]
+
+
+class StaleError(Exception):
+    """A result file does not have what a figure needs; the message says what."""
+
+
+def numbers(run: Run, mode: str, attribute: str) -> dict[str, dict[str, float]]:
+    """{impl: {case: number}} of one mode, but for what must not be believed."""
+    found: dict[str, dict[str, float]] = {}
+    for row in run.rows:
+        value = getattr(row, attribute)
+        if row.mode == mode and value is not None and row.note != INACCURATE:
+            found.setdefault(row.impl, {})[row.case] = value
+    return found
+
+
+def need(found: Mapping[str, Mapping[str, float]], impls: Iterable[str], case: str) -> None:
+    """Raises StaleError unless all of these were measured."""
+    for impl in impls:
+        if case not in found.get(impl, {}):
+            raise StaleError(f"it has no figure of {impl!r} for {case!r}")
+
+
+def _length(tokens: float) -> str:
+    """512, 4k, 128k."""
+    return f"{tokens / 1024:.0f}k" if tokens >= 1024 else f"{tokens:.0f}"
+
+
+def plot(
+    axes: Any, points: Iterable[tuple[float, float | None]], scale: float = 1.0, **options: Any
+) -> list[Any]:
+    """A line through the points that have a figure, times ``scale``."""
+    seen = [(x, y * scale) for x, y in points if y is not None]
+    return axes.plot([x for x, _ in seen], [y for _, y in seen], **options)
+
+
+def bars(
+    axes: Any,
+    bars: Mapping[str, tuple[float, str]],
+    texts: Iterable[str],
+    room: float,
+    font_size: float = SMALL + 1,
+) -> None:
+    """Horizontal bars ``{label: (length, colour)}`` with a text at the end of each.
+
+    Args:
+        axes: where.
+        bars: from the top, if somebody inverts the vertical axis.
+        texts: one for each bar.
+        room: for the texts, as a part of the longest bar.
+        font_size: of the texts, in points.
+    """
+    lengths, colors = zip(*bars.values(), strict=True)
+    drawn = axes.barh(list(bars), lengths, color=colors)
+    axes.bar_label(drawn, list(texts), padding=3, fontsize=font_size)
+    axes.set_xlim(0, (1 + room) * (max(lengths) or 1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+
+
+def handles(impls: Iterable[str]) -> list[Line2D]:
+    """Of a legend: a line for each implementation."""
+    return [Line2D([], [], **look(impl, i).line) for i, impl in enumerate(impls)]
+
+
+def lengths_axis(axes: Any, lengths: Sequence[int]) -> None:
+    """A logarithmic axis of tokens."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _length(x)))
+    axes.set_xticks(lengths[:: 1 + len(lengths) // 6])
+    axes.xaxis.set_minor_locator(NullLocator())
