@@ -32,7 +32,8 @@ _OUR_PACKAGE = OURS.partition(".")[0]
 
 # The suites that are modules of their own.
 MODULES = {
-    name: f"bench.{name}" for name in ("decode", "ladder", "memory", "packed", "terms", "train")
+    name: f"bench.{name}"
+    for name in ("decode", "ladder", "memory", "packed", "serving", "terms", "train")
 }
 
 

@@ -144,3 +144,40 @@ def dispatch_us(
             times[name].append((time.perf_counter() - start) / calls_per_batch * 1e6)
             jax.block_until_ready(result)
     return {name: statistics.median(x) for name, x in times.items()}
+
+
+class _AsItIs:
+    """A function for CUPTI's timer, which would jit one that it does not take for jitted."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def __call__(self) -> Any:
+        return self._function()
+
+    def trace(self) -> Any:
+        """Part of ``jax.stages.Wrapped``; nobody calls it."""
+        raise NotImplementedError
+
+    lower = trace
+
+
+def launched_us(function: Callable[[], Any], *, rounds: int = 5) -> list[tuple[str, float]]:
+    """The kernels that a function launches, in order, each with its time in µs.
+
+    It may launch many programs, and keep state from call to call.
+
+    Args:
+        function: called twice a round, the first time not counted.
+        rounds: the one of the median total is told.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    cupti = profiler.Cupti(finalize=False)
+    found = []
+    for _ in range(rounds):
+        _, launched = cupti.measure(_AsItIs(function), aggregate=False)()
+        if not launched:
+            raise RuntimeError("CUPTI reported no kernel")
+        found.append([(name, time_ms * 1e3) for name, time_ms in launched])
+    return sorted(found, key=lambda one: sum(time_us for _, time_us in one))[rounds // 2]

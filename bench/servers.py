@@ -1,0 +1,286 @@
+"""Who serves: the engine, and the loop that a Flax user writes; each in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jax_flash
+from bench import timing
+from bench.serving import STEPS_IN_A_ROW, Mix, Step
+from jax_flash.layers import KVCache
+from models import scheduler
+from models import step as engine_step
+from models.engine import Engine, EngineConfig, SamplingParams
+from models.metrics import Metrics
+from models.minigpt import MiniGPT
+
+Array = jax.Array
+State = tuple[list[KVCache], Array, Array]  # caches, int32 tokens [rows, most], how many there are
+
+_ESTIMATE_US = 500.0  # of a decode step
+
+
+class _Saturated(Metrics):
+    """Keeps what there is while requests wait."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._scheduler = engine.scheduler
+        self.running: list[int] = []
+        self.waste: list[float] = []
+
+    def step(self, seconds: float, occupancy: float, waste: float | None) -> None:
+        """Counts a step."""
+        super().step(seconds, occupancy, waste)
+        if self._scheduler.waiting and waste is not None:
+            self.running.append(len(self._scheduler.running))
+            self.waste.append(waste)
+
+
+def engine(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Serves the mix with the engine; a child's part.
+
+    Args:
+        fields: of a :class:`bench.serving.Mix`.
+    """
+    mix = Mix(**fields)
+    requests, model = mix.requests(), mix.model()
+    config = EngineConfig(
+        max_batch_size=mix.max_batch_size,
+        page_size=mix.page_size,
+        num_pages=mix.num_pages,
+        max_prefill_tokens=mix.max_prefill_tokens,
+        min_prefill_tokens=mix.min_prefill_tokens,
+        reuse_prefixes=False,
+        max_waiting=len(requests),
+    )
+    server = Engine(model, config)
+    start = time.perf_counter()
+    server.warm_up()
+    warm_up_s = time.perf_counter() - start
+    server.warm_up()  # the first launches of a program do more
+    server.metrics = metrics = _Saturated(server)
+    outputs: dict[int, list[Any]] = {}
+    start = time.perf_counter()
+    for prompt, count in requests:
+        greedy = SamplingParams(max_new_tokens=count, temperature=0.0)
+        outputs[server.submit(prompt, greedy)] = []
+    while server.has_work:
+        for output in server.step():
+            outputs[output.request].append(output)
+    seconds = time.perf_counter() - start
+    for one, (_, count) in zip(outputs.values(), requests, strict=True):
+        if len(one) != count or one[-1].finish_reason != "length":
+            raise RuntimeError(f"{count} tokens were wanted and {len(one)} came: {one[-1:]}")
+    numbers = server.snapshot()
+    step_ms = 1e3 * numbers["busy_seconds_total"] / numbers["steps_total"]
+    yield {
+        "tokens": [[output.token for output in one] for one in outputs.values()],
+        "seconds": seconds,
+        "warm_up_s": warm_up_s,
+        "running": float(np.mean(metrics.running)),
+        "waste": float(np.mean(metrics.waste)),
+        "latencies_s": {
+            "first token p50": numbers["time_to_first_token_seconds_p50"],
+            "between tokens p50": numbers["inter_token_seconds_p50"],
+            "between tokens p99": numbers["inter_token_seconds_p99"],
+        },
+        "note": (
+            f"decode rows on {_chosen(model, mix.max_batch_size, 1)}, prompts on "
+            f"{_chosen(model, 1, mix.max_prefill_tokens)}; {numbers['steps_total']} steps of "
+            f"{step_ms:.2f} ms, {numbers['preempted_total']} times preempted"
+        ),
+    }
+
+
+def loop(fields: dict[str, Any], implementation: Any) -> Iterator[dict[str, Any]]:
+    """Serves the mix; a child's part.
+
+    Prompts are padded to a power of two, on the right. The tokens stay on the device until all
+    answers of a batch are done, and texts that are done ride along; both programs are compiled.
+
+    Args:
+        fields: of a :class:`bench.serving.Mix`.
+        implementation: of ``jax.nn.dot_product_attention``.
+    """
+    mix = Mix(**fields)
+    requests = mix.requests()
+    batches = [requests[i : i + mix.rows] for i in range(0, len(requests), mix.rows)]
+    with mock.patch.object(KVCache, "attend", _attention(implementation)):
+        start = time.perf_counter()
+        params, prefills, step = _compiled(mix, {_bucket(mix, batch) for batch in batches})
+        warm_up_s = time.perf_counter() - start
+    clock, tokens, held, steps = 0.0, [], 0, 0
+    for is_timed, batch in ((False, batches[0]), *((True, batch) for batch in batches)):
+        start = time.perf_counter()
+        prompts = np.zeros((mix.rows, _bucket(mix, batch)), np.int32)
+        for row, (prompt, _) in zip(prompts, batch, strict=True):
+            row[: len(prompt)] = prompt
+        counts = [count for _, count in batch]
+        lengths = np.array([len(prompt) for prompt, _ in batch], np.int32)
+        state = prefills[prompts.shape[1]](params, prompts, lengths)
+        for _ in range(max(counts) - 1):
+            state = step(params, state)
+        drawn = np.asarray(state[1])
+        if not is_timed:  # the first launch of a program does more
+            continue
+        clock += time.perf_counter() - start
+        tokens += [row[:count].tolist() for row, count in zip(drawn, counts, strict=True)]
+        steps += max(counts)
+        held += sum(
+            int(np.minimum(length + np.arange(max(counts)), length + count).sum())
+            for length, count in zip(lengths, counts, strict=True)
+        )
+    yield {
+        "tokens": tokens,
+        "seconds": clock,
+        "warm_up_s": warm_up_s,
+        "running": float(mix.rows),
+        "waste": 1.0 - held / (steps * mix.rows * mix.context_length),
+        "latencies_s": {},
+        "note": f"{steps} steps of {1e3 * clock / steps:.2f} ms, prompts among them",
+    }
+
+
+def _bucket(mix: Mix, batch: list[tuple[list[int], int]]) -> int:
+    longest = max(len(prompt) for prompt, _ in batch)
+    return min(1 << (longest - 1).bit_length(), mix.context_length)
+
+
+def _attention(implementation: Any) -> Callable[..., Array]:
+    """In place of ``KVCache.attend``."""
+
+    def attend(cache: KVCache, query: Array, *_: Any, **__: Any) -> Array:
+        length = query.shape[1]
+        if length == 1:
+            return jax.nn.dot_product_attention(
+                query,
+                cache.key,
+                cache.value,
+                key_value_seq_lengths=cache.lengths,
+                implementation=implementation,
+            )
+        return jax.nn.dot_product_attention(  # a prompt, with nothing before it
+            query,
+            cache.key[:, :length],
+            cache.value[:, :length],
+            is_causal=True,
+            implementation=implementation,
+        )
+
+    return attend
+
+
+def _compiled(mix: Mix, buckets: set[int]) -> tuple[Any, dict[int, Any], Any]:
+    """The parameters; by bucket the program that begins a batch; the one that goes on with it."""
+    graph, params = nnx.split(mix.model())
+    most = max(count for _, count in mix.requests())
+
+    def prefill(params: Any, prompts: Array, lengths: Array) -> State:
+        model = nnx.merge(graph, params)
+        logits, caches = model(
+            prompts,
+            caches=model.init_caches(mix.rows, mix.context_length),
+            new_lengths=lengths,
+            logits_at=lengths - 1,
+        )
+        tokens = jnp.zeros((mix.rows, most), jnp.int32).at[:, 0].set(_greedy(logits))
+        return caches, tokens, jnp.int32(1)
+
+    def step(params: Any, state: State) -> State:
+        caches, tokens, count = state
+        newest = jax.lax.dynamic_slice_in_dim(tokens, count - 1, 1, axis=1)
+        logits, caches = nnx.merge(graph, params)(newest, caches=caches)
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, _greedy(logits), count, axis=1)
+        return caches, tokens, count + 1
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    lowered = {
+        n: jax.jit(prefill).lower(params, ints(mix.rows, n), ints(mix.rows)) for n in buckets
+    }
+    state = next(iter(lowered.values())).out_info
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    compiled_step = jax.jit(step, donate_argnums=1).lower(params, state).compile()
+    return params, {n: one.compile() for n, one in lowered.items()}, compiled_step
+
+
+def _greedy(logits: Array) -> Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def decode_step(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Times the engine's decode step; a child's part.
+
+    Args:
+        fields: of a :class:`bench.serving.Step`.
+    """
+    step = Step(**fields)
+    model, batch = step.model(), step.batch_size
+    columns = -(-step.context_length // step.page_size)
+    num_pages = 1 + batch * columns
+    state = engine_step.init_state(model, batch, num_pages, step.page_size, jnp.dtype(step.dtype))
+    graph, params, state = engine_step.place(model, _filled(state))
+    greedy = SamplingParams(temperature=0.0)
+    rows = []
+    for slot in range(batch):
+        text = scheduler.Sequence(slot, 0, [0] * step.length, step.length, greedy, slot=slot)
+        rows.append(scheduler.Row(text, [-1], start=step.length, draw=1))
+    tables = 1 + np.random.default_rng(0).permutation(num_pages - 1).reshape(batch, columns)
+    call = scheduler.Call(rows, (batch, 1))
+    packed = engine_step.pack(call, list(tables), columns, batch)
+
+    def launch() -> Array:
+        nonlocal state
+        state, result = engine_step.run(graph, params, state, packed, num_tokens=1)
+        return result
+
+    if np.any(np.asarray(launch())[0] < 0):
+        raise FloatingPointError("the logits of a decode step are not finite")
+    found: dict[str, Any] = {
+        "step_us": timing.sustained_us(timing.Call(launch, ()), _ESTIMATE_US),
+        "dispatch_us": timing.dispatch_us({"step": timing.Call(launch, ())})["step"],
+        "note": f"attention on {_chosen(model, batch, 1)}",
+    }
+    try:
+        found["kernels"] = timing.launched_us(lambda: [launch() for _ in range(STEPS_IN_A_ROW)])
+    except Exception as error:  # what was timed already is worth having
+        found["kernels"] = f"{type(error).__name__}: {error}"
+    yield found
+
+
+def _filled(state: engine_step.State) -> engine_step.State:
+    """With random keys and values."""
+    keys = jax.random.split(jax.random.key(0), (len(state.caches), 2))
+    caches = [
+        dataclasses.replace(
+            cache,
+            key_pages=jax.random.normal(key[0], cache.key_pages.shape, cache.key_pages.dtype),
+            value_pages=jax.random.normal(key[1], cache.value_pages.shape, cache.value_pages.dtype),
+        )
+        for cache, key in zip(state.caches, keys, strict=True)
+    ]
+    return dataclasses.replace(state, caches=caches)
+
+
+def _chosen(model: MiniGPT, num_rows: int, num_tokens: int) -> str:
+    """The implementation of a call's attention."""
+    config, page_size = model.config, 16
+    state = engine_step.init_state(model, num_rows, 2, page_size, jnp.dtype(config.dtype))
+    graph, params, state = engine_step.place(model, state)
+    columns = -(-config.context_length // page_size)
+    packed = np.zeros((num_rows, num_tokens + columns + len(engine_step.FIELDS)), np.int32)
+    run = functools.partial(engine_step.run.__wrapped__, graph, num_tokens=num_tokens)
+    decisions = jax_flash.explain(run, params, state, packed).decisions
+    return " and ".join(sorted({repr(decision.chosen) for decision in decisions}))
