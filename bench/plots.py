@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from bench import cases, ladder, memory, packed, panels, profile, style, train
+from bench import cases, ladder, memory, packed, panels, profile, serving, style, train
 from bench.cases import Case
 from bench.panels import Runs, StaleError
 from bench.results import OURS, Run
@@ -272,7 +272,7 @@ def counters(runs: Runs) -> Figure:
     return figure
 
 
-# Memory, training, decoding.
+# Memory, training, decoding, serving.
 
 _BYTES_OF_TOKEN = 2 * 8 * 128 * 2  # key and value, 8 heads, D128, bf16
 
@@ -409,6 +409,41 @@ def decode(runs: Runs) -> Figure:
     return figure
 
 
+_SERVERS = {
+    serving.ENGINE: ("jax_flash, pages", BLUE),
+    "flax loop cudnn": ("contiguous, cuDNN", style.PURPLE),
+    "flax loop xla": ("contiguous, XLA", GREY),
+}
+
+
+def served(runs: Runs) -> Figure:
+    """Tokens per second, texts at once and empty slots, from pages and from contiguous rows."""
+    run, (mix,) = runs["serving"], serving.MIXES
+    figure, axes = style.subplots(1, 3, 2.6, sharey=True)
+    for ax, (mode, factor, unit) in zip(
+        axes[0],
+        (
+            ("serve", 1e-3, "thousand tokens/s"),
+            ("running", 1.0, "texts at once"),
+            ("waste", 1.0, "empty slots, %"),
+        ),
+        strict=True,
+    ):
+        found = panels.numbers(run, mode, "amount")
+        panels.need(found, [serving.ENGINE], mix.name)
+        values = [found.get(impl, {}).get(mix.name, 0.0) * factor for impl in _SERVERS]
+        bars = {
+            label: (value, color)
+            for (label, color), value in zip(_SERVERS.values(), values, strict=True)
+        }
+        panels.bars(ax, bars, (f"{value:.3g}" if value else "–" for value in values), room=0.35)
+        ax.set_xlabel(unit)
+    axes[0, 0].invert_yaxis()
+    title = f"{mix.title}: {mix.num_requests} requests in the memory of {mix.rows} longest rows"
+    style.finish(figure, title, [run.meta])
+    return figure
+
+
 # {name: (result files that it needs, those that it also shows if they are there, what draws it)}
 FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Runs], Figure]]] = {
     "forward": (("forward",), (), forward),
@@ -422,4 +457,5 @@ FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Runs], Figu
     "packed": (("packed",), (), documents),
     "train_step": (("train",), (), train_step),
     "decode": (("decode",), (), decode),
+    "serving": (("serving",), (), served),
 }

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from bench import cases, decode, figures, ladder, memory, packed, profile, results, train
+from bench import cases, decode, figures, ladder, memory, packed, profile, results, serving, train
 from bench.results import OURS, Meta, Row, Run
 
 pytest.importorskip("matplotlib")
@@ -81,6 +81,20 @@ def decode_rows():
                 yield Row(case.name, impl, mode, time_us, gbps=gbps)
 
 
+def serving_rows():
+    (step,), (mix,) = serving.STEPS, serving.MIXES
+    for mode, time_us in (("step", 300.0), ("dispatch", 200.0), ("kernels", 270.0)):
+        yield Row(step.name, serving.ENGINE, mode, time_us, note="90 % of a step")
+    for impl, factor in zip(serving.IMPLEMENTATIONS, (1.0, 8.0, 2.0), strict=True):
+        is_ours = impl == serving.ENGINE
+        yield Row(mix.name, impl, "serve", 8e6 / factor, amount=4e3 * factor, unit="tokens/s")
+        amount = 82.9 if is_ours else 16.0
+        yield Row(mix.name, impl, "running", None, amount=amount, unit="texts")
+        yield Row(mix.name, impl, "waste", None, amount=3.3 if is_ours else 81.2, unit="%")
+    for mode in ("first token p50", "between tokens p50", "between tokens p99"):
+        yield Row(mix.name, serving.ENGINE, mode, 2500.0)
+
+
 def profile_rows():
     for i, kernel in enumerate(sorted(profile.expected_kernels())):
         launch = dict.fromkeys(profile.COUNTERS, 7.0 * (i + 1))
@@ -97,6 +111,7 @@ def all_rows():
         "packed": packed_rows(),
         "train": train_rows(),
         "decode": decode_rows(),
+        "serving": serving_rows(),
         "profile": profile_rows(),
     }
 
