@@ -17,6 +17,7 @@ Example:
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,8 @@ from models.scheduler import Call, SamplingParams, Scheduler
 from models.text_stream import TextStream
 
 __all__ = ["Completion", "Engine", "EngineConfig", "Output", "QueueFullError", "SamplingParams"]
+
+_COMPILER_THREADS = 8
 
 
 class Decoder(Protocol):
@@ -216,10 +219,17 @@ class Engine:
         return bool(self._texts or self._in_flight)
 
     def warm_up(self) -> None:
-        """Compiles every shape, by running it on nothing."""
+        """Compiles every shape, several at a time, and runs each on nothing."""
         shapes = [(rows, 1) for rows in self.config.batch_sizes]
-        for shape in [*shapes, *self.config.prefill_shapes]:
-            self._launch(Call([], shape))
+        calls = [Call([], shape) for shape in [*shapes, *self.config.prefill_shapes]]
+        # Traced one after another, under the caller's settings; JAX finds them when they are run.
+        lowered = [
+            step.run.lower(*self._arguments(call), num_tokens=call.shape[1]) for call in calls
+        ]
+        with concurrent.futures.ThreadPoolExecutor(_COMPILER_THREADS) as pool:
+            list(pool.map(lambda program: program.compile(), lowered))
+        for call in calls:
+            self._launch(call)
         self._copy_pages([(0, 0)])
         jax.block_until_ready(self._state)
 
@@ -373,12 +383,13 @@ class Engine:
                 f"n ({params.n}) must be at most max_waiting ({self.config.max_waiting})"
             )
 
-    def _launch(self, call: Call) -> _Launched:
+    def _arguments(self, call: Call) -> tuple[Any, ...]:
         tables = [self.blocks.table(row.sequence) for row in call.rows]
         packed = step.pack(call, tables, self.max_pages, self.config.max_batch_size)
-        self._state, result = step.run(
-            self._graph, self._params, self._state, packed, num_tokens=call.shape[1]
-        )
+        return self._graph, self._params, self._state, packed
+
+    def _launch(self, call: Call) -> _Launched:
+        self._state, result = step.run(*self._arguments(call), num_tokens=call.shape[1])
         self.compiled.add(call.shape)
         result.copy_to_host_async()
         return _Launched(call, result)
