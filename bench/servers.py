@@ -241,9 +241,11 @@ def decode_step(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     call = scheduler.Call(rows, (batch, 1))
     packed = engine_step.pack(call, list(tables), columns, batch)
 
+    run = functools.partial(engine_step.run, has_filters=False)
+
     def launch() -> Array:
         nonlocal state
-        state, result = engine_step.run(graph, params, state, packed, num_tokens=1)
+        state, result = run(graph, params, state, packed, num_tokens=1)
         return result
 
     if np.any(np.asarray(launch())[0] < 0):
@@ -281,6 +283,7 @@ def _chosen(model: MiniGPT, num_rows: int, num_tokens: int) -> str:
     graph, params, state = engine_step.place(model, state)
     columns = -(-config.context_length // page_size)
     packed = np.zeros((num_rows, num_tokens + columns + len(engine_step.FIELDS)), np.int32)
-    run = functools.partial(engine_step.run.__wrapped__, graph, num_tokens=num_tokens)
+    options = {"num_tokens": num_tokens, "has_filters": False}
+    run = functools.partial(engine_step.run.__wrapped__, graph, **options)
     decisions = jax_flash.explain(run, params, state, packed).decisions
     return " and ".join(sorted({repr(decision.chosen) for decision in decisions}))

@@ -7,7 +7,8 @@ plans and launches step n + 1 before it reads the tokens of step n, so its work 
 device's. A text that a token of step n ends has computed one token too many by then, which is
 dropped.
 
-All shapes come from a fixed list, compiled by `warm_up` or at first use.
+All shapes come from a fixed list, compiled by `warm_up` or at first use; each twice, for draws
+with filters and without.
 
 Example:
     >>> engine = Engine(model, EngineConfig(max_batch_size=8), tokenizer)
@@ -203,7 +204,7 @@ class Engine:
             int(config.watermark * num_pages),
         )
         self.metrics = Metrics()
-        self.compiled: set[tuple[int, int]] = set()
+        self.compiled: set[tuple[tuple[int, int], bool]] = set()
         self._tokenizer = tokenizer
         dtype = jnp.dtype(config.cache_dtype or model.config.dtype)
         state = step.init_state(model, config.max_batch_size, num_pages, config.page_size, dtype)
@@ -219,13 +220,11 @@ class Engine:
         return bool(self._texts or self._in_flight)
 
     def warm_up(self) -> None:
-        """Compiles every shape, several at a time, and runs each on nothing."""
-        shapes = [(rows, 1) for rows in self.config.batch_sizes]
-        calls = [Call([], shape) for shape in [*shapes, *self.config.prefill_shapes]]
+        """Compiles every program, several at a time, and runs each on nothing."""
+        shapes = [(rows, 1) for rows in self.config.batch_sizes] + self.config.prefill_shapes
+        calls = [Call([], *program) for program in itertools.product(shapes, (False, True))]
         # Traced one after another, under the caller's settings; JAX finds them when they are run.
-        lowered = [
-            step.run.lower(*self._arguments(call), num_tokens=call.shape[1]) for call in calls
-        ]
+        lowered = [step.run.lower(*self._arguments(call), **_options(call)) for call in calls]
         with concurrent.futures.ThreadPoolExecutor(_COMPILER_THREADS) as pool:
             list(pool.map(lambda program: program.compile(), lowered))
         for call in calls:
@@ -355,7 +354,7 @@ class Engine:
             "waiting": len(self.scheduler.waiting),
             "pages_owned": self.blocks.num_owned,
             "pages": self.blocks.num_pages - 1,
-            "compiled_shapes": len(self.compiled),
+            "compiled_programs": len(self.compiled),
         }
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
@@ -389,8 +388,8 @@ class Engine:
         return self._graph, self._params, self._state, packed
 
     def _launch(self, call: Call) -> _Launched:
-        self._state, result = step.run(*self._arguments(call), num_tokens=call.shape[1])
-        self.compiled.add(call.shape)
+        self._state, result = step.run(*self._arguments(call), **_options(call))
+        self.compiled.add((call.shape, call.has_filters))
         result.copy_to_host_async()
         return _Launched(call, result)
 
@@ -456,6 +455,10 @@ class Engine:
         )
         waste = empty / slots if slots else None
         self.metrics.step(self.metrics.clock() - start, owned / (self.blocks.num_pages - 1), waste)
+
+
+def _options(call: Call) -> dict[str, Any]:
+    return {"num_tokens": call.shape[1], "has_filters": call.has_filters}
 
 
 def _powers_of_two(first: int) -> Iterator[int]:

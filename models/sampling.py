@@ -66,8 +66,8 @@ def sample_rows(
     indices: jax.Array,
     logits: jax.Array,
     temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
+    top_k: jax.Array | None,
+    top_p: jax.Array | None,
 ) -> jax.Array:
     """Draws the next token of many texts at once, each with settings and a stream of its own.
 
@@ -78,30 +78,18 @@ def sample_rows(
         indices: int32 `[B]`, how many tokens of each text were drawn before.
         logits: float `[B, V]`.
         temperature: fp32 `[B]`; see `sample`, as for the other two.
-        top_k: int32 `[B]`, 0 keeps all.
-        top_p: fp32 `[B]`, 1 keeps all.
+        top_k: int32 `[B]`, 0 keeps all; None keeps all in all rows, and sorts nothing.
+        top_p: fp32 `[B]`, 1 keeps all; None likewise.
 
     Returns:
         int32 `[B]`; -1 where `sample` gives it.
     """
-    keys = jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(
-        seeds, indices
-    )
 
-    def filtered() -> jax.Array:
-        def draw(key: jax.Array, row: jax.Array, t: jax.Array, k: jax.Array, p: jax.Array) -> Any:
-            return sample(key, row, temperature=t, top_k=k, top_p=p)
+    def draw(seed: jax.Array, i: jax.Array, row: jax.Array, t: jax.Array, k: Any, p: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        return sample(key, row, temperature=t, top_k=k, top_p=p)
 
-        return jax.vmap(draw)(keys, logits, temperature, top_k, top_p)
-
-    def unfiltered() -> jax.Array:
-        def draw(key: jax.Array, row: jax.Array, t: jax.Array) -> Any:
-            return sample(key, row, temperature=t)
-
-        return jax.vmap(draw)(keys, logits, temperature)
-
-    # The filters sort the vocabulary, which costs more than the rest: only if one row has one.
-    return jax.lax.cond(jnp.any((top_k > 0) | (top_p < 1.0)), filtered, unfiltered)
+    return jax.vmap(draw)(seeds, indices, logits, temperature, top_k, top_p)
 
 
 def check_settings(

@@ -65,6 +65,11 @@ class SamplingParams:
         if "" in self.stop:
             raise ValueError("stop must hold no empty string: it would end every text at once")
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens may not be drawn."""
+        return bool(self.top_k) or (self.top_p is not None and self.top_p < 1.0)
+
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
@@ -133,10 +138,17 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Rows that run together, padded to a shape `(rows, tokens a row)` that is compiled."""
+    """Rows that run together.
+
+    Attributes:
+        rows: at least one, but in a warm-up.
+        shape: `(rows, tokens a row)` that they are padded to.
+        has_filters: whether a row has a `top_k` or `top_p`.
+    """
 
     rows: list[Row]
     shape: tuple[int, int]
+    has_filters: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,11 +228,11 @@ class Scheduler:
         calls = []
         if decodes:
             size = next(size for size in self.batch_sizes if size >= len(decodes))
-            calls.append(Call([self._advance(sequence, 1) for sequence in decodes], (size, 1)))
+            calls.append(_call([self._advance(sequence, 1) for sequence in decodes], (size, 1)))
         if prompts:
             shape = self._prefill_shape(prompts, self.token_budget - len(decodes))
             rows = [self._advance(one, min(one.pending, shape[1])) for one in prompts[: shape[0]]]
-            calls.append(Call(rows, shape))
+            calls.append(_call(rows, shape))
         copies = [(source, target) for target, source in self._copies.items()]
         self._copies.clear()
         return Plan(copies, calls)
@@ -317,3 +329,7 @@ class Scheduler:
         self.blocks.free(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = None
+
+
+def _call(rows: list[Row], shape: tuple[int, int]) -> Call:
+    return Call(rows, shape, any(row.sequence.params.has_filters for row in rows))

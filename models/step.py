@@ -124,9 +124,17 @@ def pack(call: Call, tables: list[Any], max_pages: int, num_slots: int) -> np.nd
     return packed
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "num_tokens"), donate_argnames="state")
+@functools.partial(
+    jax.jit, static_argnames=("graph", "num_tokens", "has_filters"), donate_argnames="state"
+)
 def run(
-    graph: Graph, params: Any, state: State, packed: jax.Array, *, num_tokens: int
+    graph: Graph,
+    params: Any,
+    state: State,
+    packed: jax.Array,
+    *,
+    num_tokens: int,
+    has_filters: bool,
 ) -> tuple[State, jax.Array]:
     """Computes a call.
 
@@ -136,6 +144,9 @@ def run(
         state: donated.
         packed: from `pack`.
         num_tokens: T.
+        has_filters: whether a row has a `top_k` or `top_p`: these sort the vocabulary, which costs
+            more than the rest of the draw. Static, for a branch on the device would make the host
+            wait for it before it can launch what follows.
 
     Returns:
         The next state, and int32 `[2, rows]`: ids (-1 where the logits are no distribution) and the
@@ -159,8 +170,8 @@ def run(
         field["draw"],
         logits,
         bits(field["temperature"], jnp.float32),
-        field["top_k"],
-        bits(field["top_p"], jnp.float32),
+        field["top_k"] if has_filters else None,
+        bits(field["top_p"], jnp.float32) if has_filters else None,
     )
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     logprobs = jnp.take_along_axis(logprobs, jnp.maximum(drawn, 0)[:, None], axis=-1)[:, 0]

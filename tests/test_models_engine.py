@@ -237,15 +237,19 @@ def test_nothing_compiles_after_the_warm_up():
     assert engine.compiled == shapes
 
 
-def test_no_step_copies_a_pool():
+def test_no_step_copies_a_pool_and_none_makes_the_host_wait_for_a_branch():
     engine = make_engine(max_batch_size=2, max_prefill_tokens=8)
     shape = ",".join(map(str, engine._state.caches[0].key_pages.shape))
-    for call in (Call([], (2, 1)), Call([], (1, 8))):
-        packed = step.pack(call, [], engine.max_pages, 2)
-        arguments = (engine._graph, engine._params, engine._state, packed)
-        program = step.run.lower(*arguments, num_tokens=call.shape[1]).compile().as_text()
-        assert f"f32[{shape}]" in program
-        assert f"f32[{shape}]{{3,2,1,0}} copy(" not in program
+    for has_filters in (False, True):
+        for rows, tokens in ((2, 1), (1, 8)):
+            packed = step.pack(Call([], (rows, tokens)), [], engine.max_pages, 2)
+            arguments = (engine._graph, engine._params, engine._state, packed)
+            options = {"num_tokens": tokens, "has_filters": has_filters}
+            program = step.run.lower(*arguments, **options).compile().as_text()
+            assert f"f32[{shape}]" in program
+            assert f"f32[{shape}]{{3,2,1,0}} copy(" not in program
+            assert " conditional(" not in program
+            assert (" sort(" in program) == has_filters
 
 
 @pytest.mark.skipif(
@@ -263,7 +267,7 @@ def test_all_layers_of_a_step_share_one_plan_which_changes_no_token(monkeypatch)
         tokens = [one.tokens for (one,) in engine.generate(prompts, GREEDY)]
         packed = step.pack(Call([], (4, 1)), [], engine.max_pages, 4)
         arguments = (engine._graph, engine._params, engine._state, packed)
-        program = step.run.lower(*arguments, num_tokens=1).compile().as_text()
+        program = step.run.lower(*arguments, num_tokens=1, has_filters=False).compile().as_text()
         calls = re.findall(rf"custom-call\((.*)\), custom_call_target=\"{library.DECODE}", program)
         return tokens, [re.findall(r"%[\w.-]+", call)[9] for call in calls]
 

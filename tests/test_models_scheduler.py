@@ -54,6 +54,20 @@ def test_decodes_come_first_and_prompts_go_on_in_chunks():
     ]
 
 
+def test_a_call_says_whether_one_of_its_rows_filters():
+    scheduler = make(num_pages=100)
+    for number, settings in enumerate(({"top_k": 0, "top_p": 1.0}, {"top_p": 0.9}, {"top_k": 3})):
+        one = sequence(number, 16, 8)
+        one.params = SamplingParams(8, **settings)
+        scheduler.add(one)
+        (*_, prompt) = (plan := scheduler.plan(may_preempt=True)).calls
+        assert prompt.has_filters == (number > 0)
+        read(scheduler, plan)
+        (decode,) = (plan := scheduler.plan(may_preempt=True)).calls
+        assert decode.has_filters == (number > 0)
+        read(scheduler, plan)
+
+
 def test_the_youngest_is_thrown_out_and_comes_back_first():
     scheduler = make(num_pages=5)
     for number in range(3):

@@ -350,7 +350,7 @@ def test_random_clients_leave_no_page_behind(server):
     wait_until(lambda: numbers(server)["running"] + numbers(server)["waiting"] == 0)
     after = numbers(server)
     assert after["pages_owned"] == 0
-    assert after["compiled_shapes"] == before["compiled_shapes"]
+    assert after["compiled_programs"] == before["compiled_programs"]
     server.worker._engine.blocks.check()
     print(f"\n{dict(statuses)}, MiB {memory_mib}, {after}")
 
