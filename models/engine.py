@@ -219,10 +219,15 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._texts or self._in_flight)
 
-    def warm_up(self) -> None:
-        """Compiles every program, several at a time, and runs each on nothing."""
+    def warm_up(self, *, with_filters: bool = True) -> None:
+        """Compiles every program, several at a time, and runs each on nothing.
+
+        Args:
+            with_filters: False leaves out those that draw with a `top_k` or `top_p`.
+        """
         shapes = [(rows, 1) for rows in self.config.batch_sizes] + self.config.prefill_shapes
-        calls = [Call([], *program) for program in itertools.product(shapes, (False, True))]
+        filters = (False, True) if with_filters else (False,)
+        calls = [Call([], *program) for program in itertools.product(shapes, filters)]
         # Traced one after another, under the caller's settings; JAX finds them when they are run.
         lowered = [step.run.lower(*self._arguments(call), **_options(call)) for call in calls]
         with concurrent.futures.ThreadPoolExecutor(_COMPILER_THREADS) as pool:

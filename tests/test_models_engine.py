@@ -224,9 +224,13 @@ def test_nothing_compiles_after_the_warm_up():
     engine = make_engine(nnx.merge(graph, params), num_pages=20)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
+        engine.warm_up(with_filters=False)
+        unfiltered = set(engine.compiled)
+        assert len(compiled) == len(unfiltered) + 1  # each once, and the copy of pages
         engine.warm_up()
         shapes, compiled_before = set(engine.compiled), len(compiled)
-        assert compiled_before == len(shapes) + 1  # each once, and the copy of pages
+        assert unfiltered == {(shape, False) for shape, _ in shapes}
+        assert compiled_before == len(shapes) + 1 == 2 * len(unfiltered) + 1
         for length in LENGTHS:
             engine.submit(prompt_of(length), dataclasses.replace(GREEDY, n=1 + length % 3))
             engine.submit(prompt_of(length), SamplingParams(5, 0.7, top_k=3, top_p=0.9))
