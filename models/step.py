@@ -70,12 +70,23 @@ def place(model: MiniGPT, state: State) -> tuple[Graph, Any, State]:
     """The arguments that `run` keeps getting, on the device that the model is on.
 
     All of them are committed to it: if only some were, what `run` returns would be of another kind
-    than what it first got, and it would be compiled a second time.
+    than what it first got, and it would be compiled a second time. The model stays as it is.
     """
-    graph, params = nnx.split(model)
+    graph, params = nnx.split(_with_cast_layers(model))
     (device, *_) = jax.tree.leaves(params)[0].devices()
     params, state = jax.device_put((params, state), device)
     return _graph(graph), params, state
+
+
+def _with_cast_layers(model: MiniGPT) -> MiniGPT:
+    """A copy whose linear layers hold what they compute with: each step would cast them anew."""
+    model = nnx.clone(model)
+    for _, layer in nnx.iter_graph(model):
+        if isinstance(layer, nnx.Linear):
+            for param in (layer.kernel, layer.bias):
+                if param is not None:
+                    param.set_value(param.get_value().astype(layer.dtype))
+    return model
 
 
 @functools.cache

@@ -103,6 +103,18 @@ def test_in_bfloat16_and_with_kernels_the_log_probabilities_are_those_of_full_pa
         assert (full.max(axis=-1) - drawn < 2 * noise).all()
 
 
+def test_linear_layers_are_cast_once_which_changes_no_bit(monkeypatch):
+    model = make_model(dataclasses.replace(CONFIG, dtype="bfloat16"), scale=3.0)
+    prompts = [prompt_of(length) for length in LENGTHS[-2:]]
+    engine = make_engine(model)
+    layer = jax.tree.leaves(engine._params.blocks[0].mlp.up)
+    assert [str(x.dtype) for x in layer] == ["bfloat16"] * 2
+    assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(model))} == {"float32"}
+    cast_once = engine.generate(prompts, GREEDY)
+    monkeypatch.setattr(step, "_with_cast_layers", lambda model: model)
+    assert make_engine(model).generate(prompts, GREEDY) == cast_once
+
+
 def test_a_text_may_fill_the_context_and_be_one_token_longer():
     prompt = prompt_of(CONTEXT - 3)
     ((completion,),) = make_engine().generate(
