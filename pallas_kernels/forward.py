@@ -230,13 +230,7 @@ class _Kernel(ScoreTiles):
             at = batch, pl.ds(row, _ROWS), head
             self.copy("q", at, refs["q_s"].at[group], refs["q_full"].at[0])
 
-        def load(i: Any, _: None) -> None:
-            slot = self.slot(steps + i)
-            keys = pl.ds(tiles_to_load.visit(i)[0] * config.block_kv, config.block_kv)
-            for x in ("k", "v"):
-                self.wait(f"{x}_empty", slot)
-                at = batch, keys, kv_head
-                self.copy(x, at, refs[f"{x}_s"].at[slot], refs[f"{x}_full"].at[slot])
+        def load_bias(i: Any, keys: Any) -> None:
             if "bias" not in self.rings:
                 return
             slot = self.slot(steps + i, "bias")
@@ -246,6 +240,19 @@ class _Kernel(ScoreTiles):
                 rows = pl.ds(words[0] * config.block_q + group * _ROWS, _ROWS)
                 target, full = refs["bias_s"].at[slot, group], refs["bias_full"].at[slot]
                 plgpu.copy_gmem_to_smem(of_head.at[rows, keys], target, full)
+
+        def load(i: Any, _: None) -> None:
+            slot = self.slot(steps + i)
+            keys = pl.ds(tiles_to_load.visit(i)[0] * config.block_kv, config.block_kv)
+            for x in ("k", "v"):
+                if x == "v" and config.num_stages == 1:
+                    # V's only place is free at the end of the step that begins with this bias.
+                    load_bias(i, keys)
+                self.wait(f"{x}_empty", slot)
+                at = batch, keys, kv_head
+                self.copy(x, at, refs[f"{x}_s"].at[slot], refs[f"{x}_full"].at[slot])
+            if config.num_stages > 1:
+                load_bias(i, keys)
 
         lax.fori_loop(0, tiles_to_load.count, load, None)
         return steps + tiles_to_load.count
