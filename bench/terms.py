@@ -1,7 +1,8 @@
 """Times what each mask and term costs beside the same call without it, and what others take.
 
 A row's case is the call and the term, as in ``"B4 S4096 H16/16 D128 full bf16, sinks"``; the term
-"nothing" is the plain call. Peers get the term in the form that they have: ALiBi as a bias.
+"nothing" is the plain call. Peers get the term in the form that they have: ALiBi as a bias. One
+plain call is in fp32, beside XLA with its highest precision.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ Array = jax.Array
 
 NOTE = (
     "kernel time by CUPTI, median of 3 medians of 4 launches, interleaved. error: relative to "
-    "plain JAX in fp32, the largest of all arrays; peers are not judged. TFLOP/s count the "
-    "products of the plain call, hidden or not."
+    "plain JAX in fp32, in fp32 to fp64, the largest of all arrays; peers are not judged. TFLOP/s "
+    "count the products of the plain call, hidden or not."
 )
 CASE = Case(4, 4096, 16, 16, 128)
+FP32_CASE = Case(4, 1024, 8, 8, 64, dtype="float32")
 MODES = ("fwd", "fwd+bwd")
 _TIMING = {"rounds": 3, "iterations": 4}
 _TOLERANCE = 1e-2  # of the norm; plain attention in bf16 is at 3e-3
+_FP32_FACTOR = 2.0  # times the error of plain JAX in fp32, of each array
 _BLOCK = 128  # of the block-structured mask
 _IMPLEMENTATION = "mosaic"
 
@@ -85,18 +88,30 @@ def terms(case: Case) -> dict[str, Term]:
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """Checks ours and times everything, one term after another."""
     jax.config.update("jax_enable_compilation_cache", False)
+    for case, of_case in ((CASE, terms(CASE)), (FP32_CASE, {"nothing": Term({}, {})})):
+        chosen = {
+            name: term
+            for name, term in of_case.items()
+            if any(part in f"{case.name}, {name}" for part in arguments.cases or [""])
+        }
+        if chosen:
+            yield from _measure_case(case, chosen, arguments)
+
+
+def _measure_case(
+    case: Case, of_case: dict[str, Term], arguments: argparse.Namespace
+) -> Iterator[Row]:
+    """Likewise of one call."""
     rounds = {"rounds": 2, "iterations": 3} if arguments.quick else _TIMING
-    query, key, value = run.inputs(CASE)
-    do = jax.random.normal(jax.random.key(1), CASE.shapes[0], CASE.dtype)
-    for name, term in terms(CASE).items():
-        case = f"{CASE.name}, {name}"
-        if not any(part in case for part in arguments.cases or [""]):
-            continue
+    query, key, value = run.inputs(case)
+    do = jax.random.normal(jax.random.key(1), case.shapes[0], case.dtype)
+    for term_name, term in of_case.items():
+        name = f"{case.name}, {term_name}"
         for mode in MODES[1:] if term.wanted else MODES:
             calls: dict[str, timing.Call] = {}
-            errors: dict[str, float] = {}
+            judged: dict[str, tuple[float, bool]] = {}
             notes: dict[str, str | None] = {}
-            for impl, (attend, keywords) in _ways(term).items():
+            for impl, (attend, keywords) in _ways(case, term).items():
                 if impl != OURS and arguments.peers not in ("all", impl):
                     continue
                 try:
@@ -104,42 +119,55 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
                     call, notes[impl] = _call(attend, keywords, mode, arrays, do)
                     jax.block_until_ready(call())
                     if impl == OURS:
-                        errors[impl] = _error(term, mode, arrays, do, call())
+                        judged[impl] = _judge(term, mode, arrays, do, call())
                     calls[impl] = call
                 except Exception as error:  # one that cannot is a line of the table
-                    yield results.failure(case, impl, mode, error)
+                    yield results.failure(name, impl, mode, error)
             for impl, time_us in timing.kernel_times_us(calls, **rounds).items():
                 if isinstance(time_us, Exception):
-                    yield results.failure(case, impl, mode, time_us)
+                    yield results.failure(name, impl, mode, time_us)
                     continue
-                error = errors.get(impl)
-                is_good = error is None or error <= _TOLERANCE
+                error, is_good = judged.get(impl, (None, True))
                 yield Row(
-                    case=case,
+                    case=name,
                     impl=impl,
                     mode=mode,
                     time_us=round(time_us, 2),
-                    tflops=round(CASE.flops(mode) / time_us / 1e6, 1),
+                    tflops=round(case.flops(mode) / time_us / 1e6, 1),
                     error=None if error is None else float(f"{error:.2g}"),
                     note=notes[impl] if is_good else results.INACCURATE,
                 )
 
 
-def _ways(term: Term) -> dict[str, tuple[Callable[..., Array], dict[str, Any]]]:
+def _ways(case: Case, term: Term) -> dict[str, tuple[Callable[..., Array], dict[str, Any]]]:
     """Who computes it, with which keywords."""
     ours = functools.partial(jax_flash.dot_product_attention, implementation=_IMPLEMENTATION)
     ways: dict[str, tuple[Callable[..., Array], dict[str, Any]]] = {OURS: (ours, term.ours)}
+    if case.dtype == "float32":  # of which other kernels have none
+        assert term.peer is not None
+        ways["xla"] = (_in_full_precision(peers.IMPLEMENTATIONS["xla"](case)), term.peer)
+        return ways
     if term.peer is not None:
         for name in ("cudnn", "xla"):
-            ways[name] = (peers.IMPLEMENTATIONS[name](CASE), term.peer)
+            ways[name] = (peers.IMPLEMENTATIONS[name](case), term.peer)
     keywords = term.tokamax if term.peer is None else term.peer
     if keywords is not None:
-        ways["tokamax"] = (_tokamax, keywords)
+        ways["tokamax"] = (functools.partial(_tokamax, case), keywords)
     return ways
 
 
-def _tokamax(*arrays: Array, **keywords: Any) -> Array:
-    return peers.tokamax(CASE)(*arrays, **keywords)
+def _tokamax(case: Case, *arrays: Array, **keywords: Any) -> Array:
+    return peers.tokamax(case)(*arrays, **keywords)
+
+
+def _in_full_precision(attend: Callable[..., Array]) -> Callable[..., Array]:
+    """The same without TF32, in which XLA would multiply."""
+
+    def call(*arrays: Array, **keywords: Any) -> Array:
+        with jax.default_matmul_precision("highest"):
+            return attend(*arrays, **keywords)
+
+    return call
 
 
 def _call(
@@ -172,15 +200,30 @@ def _call(
     return timing.Call(jax.jit(both).lower(*args).compile(), args), note
 
 
-def _error(term: Term, mode: str, arrays: tuple[Any, ...], do: Array, got: Any) -> float:
-    """The largest relative error of ours, in the Euclidean norm."""
-    plain = functools.partial(jax_flash.dot_product_attention, implementation="chunked")
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, do))
-    call, _ = _call(plain, term.ours, mode, *wide)
+def _judge(
+    term: Term, mode: str, arrays: tuple[Any, ...], do: Array, got: Any
+) -> tuple[float, bool]:
+    """The largest relative error of ours, in the Euclidean norm, and whether it will do."""
+
+    def plain(implementation: str, dtype: str) -> Any:
+        attend = functools.partial(jax_flash.dot_product_attention, implementation=implementation)
+        cast = jax.tree.map(lambda x: x.astype(dtype), (arrays, do))
+        return _call(attend, term.ours, mode, *cast)[0]()
 
     @jax.jit
     def distance(x: Array, want: Array) -> Array:
-        x, want = x.astype(jnp.float32), want.astype(jnp.float32)
+        x = x.astype(want.dtype)
         return jnp.linalg.norm((x - want).ravel()) / jnp.linalg.norm(want.ravel())
 
-    return max(map(float, jax.tree.leaves(jax.tree.map(distance, got, call()))))
+    def errors(got: Any, want: Any) -> list[float]:
+        return list(map(float, jax.tree.leaves(jax.tree.map(distance, got, want))))
+
+    if do.dtype != jnp.float32:
+        found = errors(got, plain("chunked", "float32"))
+        return max(found), max(found) <= _TOLERANCE
+    of_xla = plain("xla", "float32")
+    with jax.enable_x64(True):
+        want = plain("chunked", "float64")
+        found, allowed = errors(got, want), errors(of_xla, want)
+    pairs = zip(found, allowed, strict=True)
+    return max(found), all(error <= _FP32_FACTOR * of_plain for error, of_plain in pairs)

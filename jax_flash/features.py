@@ -131,7 +131,8 @@ def _calls() -> dict[str, _Call]:
         "D not a multiple of 8": _Call(dims=(_DIM - 1, _DIM - 1)),
         "D = 256": _Call(dims=(256, 256)),
         "fp16": _Call(dtype="float16"),
-        "fp32": _Call(dtype="float32"),
+        "fp32, D = 64": _Call(dtype="float32", dims=(64, 64)),
+        "fp32, D = 128": _Call(dtype="float32"),
         "`deterministic=True`": _with(deterministic=True),
         "the same, with the gradient of a bias `[1, Hq, Tq, Tk]`": _bias(
             shared, deterministic=True

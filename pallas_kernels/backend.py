@@ -54,8 +54,12 @@ def how(spec: AttentionSpec) -> str | None:
 
 def declines_gradient(spec: AttentionSpec) -> str | None:
     """Why the backward kernel does not compute a gradient of a call that the forward computes."""
-    if spec.dtype == "float32":
-        return "no gradient in float32"
+    widest = backward_config.SPLIT_HEAD_DIM
+    if spec.dtype == "float32" and max(spec.head_dim, spec.value_dim) > widest:
+        return (
+            f"gradients in float32 only for head dims up to {widest}; "
+            f"got {spec.head_dim} and {spec.value_dim}"
+        )
     bias = spec.arrays.bias
     if bias is not None and "bias" not in spec.constants and spec.deterministic:
         if backward_terms.is_column(bias, spec.kv_len):
@@ -164,7 +168,8 @@ def differentiate(
     operands = residuals.operands
     q, k, v = operands.query, operands.key, operands.value
     if 0 in (spec.batch, spec.q_len, spec.num_q_heads, spec.kv_len):
-        return Gradients(*(jnp.zeros_like(x) for x in (q, k, v)))
+        terms = operands.bias, operands.alibi_slopes, operands.sinks
+        return Gradients(*(x if x is None else jnp.zeros_like(x) for x in (q, k, v, *terms)))
     # Without a barrier XLA makes one slow loop of the reduction and the transposition.
     lse, delta = jax.lax.optimization_barrier((residuals.lse, delta))
     lse, delta = lse.transpose(0, 2, 1), delta.transpose(0, 2, 1)

@@ -19,9 +19,10 @@ the schedule (:func:`pallas_kernels.schedule.make_for_keys`). Two layouts:
                     as operands of dV and dK. dS' also goes through shared memory, and each makes
                     half of dQ, one step late: so neither waits for the other, and one works on its
                     softmax while the other occupies the tensor cores (they take turns).
-    own gradients   up to 256, where dK and dV of the same keys do not fit into one warpgroup. Both
-                    have the same 64 keys: one makes S', P' and dV, the other dP', dS' and dK. P'
-                    (rounded) and dS' go through shared memory; each makes half of dQ.
+    own gradients   up to 256, where dK and dV of the same keys do not fit into one warpgroup; and
+                    in fp32. Both have the same 64 keys: one makes S', P' and dV, the other dP', dS'
+                    and dK. P' (rounded) and dS' go through shared memory. Each makes half of dQ,
+                    that with dV one step late, so it never waits for the other's dS' of a step.
 
 Queries that need no mask come without a test. In the rest scores and dS' are replaced where a key
 is hidden, and K_j is cleaned of NaN and inf once, because dQ multiplies it by zeros. Rows with
@@ -36,6 +37,11 @@ computed where somebody asks for them: that of a full bias is dS' added up in fp
 shape; those of a bias of one row and of ALiBi slopes are sums over queries, kept in registers;
 those of sinks and of a bias of one column are known without the kernel, the latter unless there is
 a soft cap.
+
+fp32 (:mod:`pallas_kernels.split`), up to D = 64, where shared memory has room for three parts of
+each operand: own gradients, P' in fp32. K or V stays in registers as an operand of S' or dP', which
+halves what that product reads of shared memory. dV and dK of a step get accumulators of their own,
+as dQ has anyway.
 
 Constraints: those of the forward kernel, with head dims of
 :func:`pallas_kernels.backward_config.padded_dims`.
@@ -64,6 +70,7 @@ from pallas_kernels.backward_layouts import OwnGradients, OwnKeys
 from pallas_kernels.backward_terms import Wanted
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
+from pallas_kernels.split import split
 from pallas_kernels.terms import Arrays
 
 _SLAB_BYTES = 2**30  # of all copies of dq that a deterministic launch may add up
@@ -115,7 +122,7 @@ def attention_backward(
         :func:`pallas_kernels.backward_terms.sums` declares.
     """
     config = config or default_config(problem)
-    ops = Ops(interpret)
+    ops = Ops(interpret, problem.parts)
     sizes = (problem.q_len, problem.kv_len, config.block_q, config.block_kv)
     inputs = {}
     if mask.array is None:
@@ -145,7 +152,10 @@ def attention_backward(
     padding = ((0, 0), (0, 0), (0, surplus))
     unit = 1.0 if problem.is_wide else tiles.LOG2_E
     lse = jnp.pad(lse * unit, padding, constant_values=jnp.inf)
-    inputs |= {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": jnp.pad(delta, padding)}
+    operands = {"q": q, "k": k, "v": v, "do": do}
+    if problem.parts > 1:
+        operands = {name: split(x) for name, x in operands.items()}
+    inputs |= operands | {"lse": lse, "delta": jnp.pad(delta, padding)}
     dq_shape = (batch, problem.q_len + surplus, problem.num_q_heads, problem.head_dim)
     slabs = 1
     if deterministic:
@@ -178,7 +188,7 @@ def attention_backward(
         kernel_name="jax_flash_backward",
         interpret=interpret or False,
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
+            approx_math=problem.parts == 1,
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=0,
             lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -65,7 +65,7 @@ def scratch_tree(
     widest = 64 if config.own_gradients and dq_shape[1] % 64 else 128
 
     def buffer(*shape: int) -> Any:
-        return tiles.buffer(shape, dtype, widest)
+        return tiles.operand_buffer(shape, dtype, widest)
 
     def barriers(count: int = 1, arrivals: int = GROUPS) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
@@ -80,12 +80,13 @@ def scratch_tree(
         "delta_s": plgpu.SMEM((config.do_stages, block_q), jnp.float32),
         "ds_s": buffer(stages, block_q // ROWS, block_kv, ROWS),
         "dq_s": tiles.buffer((GROUPS, ROWS, config.dq_columns or dq_shape[1]), jnp.float32),
-        "k_full": barriers(arrivals=1),
-        "v_full": barriers(arrivals=1),
+        "k_full": barriers(arrivals=problem.parts),
+        "v_full": barriers(arrivals=problem.parts),
         "kv_empty": barriers(),
-        "q_full": barriers(config.q_stages, 3 if dropout else 2),  # Q, lse and row keys
+        # Q, lse and row keys
+        "q_full": barriers(config.q_stages, problem.parts + (2 if dropout else 1)),
         "q_empty": barriers(config.q_stages),
-        "do_full": barriers(config.do_stages, 2),  # dO and delta
+        "do_full": barriers(config.do_stages, problem.parts + 1),  # dO and delta
         "do_empty": barriers(config.do_stages),
         "row_keys_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if dropout else None,
         "sums_s": plgpu.SMEM((GROUPS, key_sums, ROWS), jnp.float32) if key_sums else None,
@@ -96,6 +97,8 @@ def scratch_tree(
         "dv_acc": ops.accumulator_scratch(GROUPS, (ROWS, dv)),
         "dq_acc": ops.accumulator_scratch(GROUPS, dq_shape),
     }
+    if problem.parts > 1:
+        tree["part_acc"] = ops.accumulator_scratch(GROUPS, (ROWS, max(d, dv)))
     columns = config.dq_columns or dq_shape[1]
     if "dbias" in extra and ROWS % columns:
         # Where dQ is staged there is no room for whole pieces of dS'.
@@ -111,7 +114,7 @@ def scratch_tree(
         }
     if config.own_gradients:
         tree |= {
-            "p_s": buffer(block_kv, block_q),
+            "p_s": tiles.buffer((block_kv, block_q), dtype, widest),
             "p_full": barriers(arrivals=1),
             "p_empty": barriers(arrivals=1),
             "ds_full": barriers(stages, arrivals=1),
@@ -224,7 +227,7 @@ class Kernel(Tiles):
             self.wait(f"{x}_empty", slot)
             span = pl.ds(row, config.block_q)
             full = refs[f"{x}_full"].at[slot]
-            plgpu.copy_gmem_to_smem(refs[x].at[batch, span, head], refs[f"{x}_s"].at[slot], full)
+            self.ops.copy_operand(refs[x], (batch, span, head), refs[f"{x}_s"].at[slot], full)
             for name in vectors:
                 source = refs[name].at[batch, head, span]
                 plgpu.copy_gmem_to_smem(source, refs[f"{name}_s"].at[slot], full)
@@ -232,8 +235,8 @@ class Kernel(Tiles):
         self.wait("kv_empty")
         keys = pl.ds(tile.kv_tile * config.block_kv, config.block_kv)
         for x in ("k", "v"):
-            source = refs[x].at[batch, keys, kv_head]
-            plgpu.copy_gmem_to_smem(source, refs[f"{x}_s"].at[0], refs[f"{x}_full"].at[0])
+            target, full = refs[f"{x}_s"].at[0], refs[f"{x}_full"].at[0]
+            self.ops.copy_operand(refs[x], (batch, keys, kv_head), target, full)
 
         def load_tile(turn: Any, at: tuple[Any, ...], row: Any) -> None:
             load("q", of_queries, remainder(turn, config.q_stages), at, row)
@@ -427,6 +430,13 @@ class Kernel(Tiles):
         every_shape = [shapes[name] for name in names for _ in range(parts)]
         return self.ops.with_accumulators(body, every_shape, backings)
 
+    def with_partial_sum(self, body: Callable[[Ref], None], acc: Ref) -> None:
+        """Runs ``body(target)``: see :meth:`pallas_kernels.ops.Ops.with_partial_sum`."""
+        backing = self.refs.get("part_acc")
+        if backing is not None:
+            backing = backing.at[self.warpgroup, :, pl.ds(0, acc.shape[1])]
+        self.ops.with_partial_sum(body, acc, backing)
+
     def accumulator_shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes of the accumulators, by name."""
         raise NotImplementedError
@@ -462,9 +472,11 @@ class Kernel(Tiles):
         self.ops.exchange(_MEETING, 128 * GROUPS, self.refs.get("meeting"))
 
     def clean(self, ref: Ref) -> None:
-        """Zeroes what is NaN or inf in a tile of shared memory."""
-        value = self.ops.load_tile(ref).astype(jnp.float32)
-        ref[...] = jnp.where(jnp.abs(value) < jnp.inf, value, 0.0).astype(self.problem.dtype)
+        """Zeroes what is NaN or inf in an operand in shared memory."""
+        parts = self.problem.parts
+        for tile in [ref] if parts == 1 else [ref.at[part] for part in range(parts)]:
+            value = self.ops.load_tile(tile).astype(jnp.float32)
+            tile[...] = jnp.where(jnp.abs(value) < jnp.inf, value, 0.0).astype(tile.dtype)
         plgpu.commit_smem()
 
     def add_to_dq(self, dq: Array, step: Step) -> None:
@@ -499,7 +511,7 @@ class Kernel(Tiles):
             ds = self.refs["ds_s"].at[ds_slot, self.warpgroup if splits_rows else 0]
             k = self.refs["k_s"].at[zero]
             if not splits_rows:
-                k = k.at[:, self.half(self.problem.head_dim)]
+                k = k.at[..., self.half(self.problem.head_dim)]
             self.ops.matmul_transposed(dq_acc, ds, k)
             meanwhile()
             return self.ops.load_accumulator(dq_acc, wait=0)

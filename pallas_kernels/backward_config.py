@@ -8,6 +8,7 @@ from pallas_kernels import tiles
 from pallas_kernels.config import Problem
 
 GROUPS = 2  # consumer warpgroups
+SPLIT_HEAD_DIM = 64  # the widest of fp32: shared memory has no room for the parts of wider tiles
 _ROWS = tiles.WARPGROUP_ROWS
 _REGISTERS = 504  # of a thread in each of the three warpgroups together
 _CACHE_BYTES = 2**25  # of the L2 cache that queries and their gradients may fill
@@ -29,6 +30,7 @@ class BackwardConfig:
         bias_stages: own keys: tiles of a bias in flight, each of a part's queries; 0 reads it from
             global memory when it is needed.
         dq_columns: columns of dQ that a warpgroup stages at a time; 0 is all it has.
+        keys_in_registers: own gradients: K and V are register operands.
         take_turns: own keys: consumers take turns in issuing S' and dP'.
         split_edges: peel masked query tiles into loops of their own, instead of a branch.
         consumer_registers: registers a thread of a consumer.
@@ -45,6 +47,7 @@ class BackwardConfig:
     ds_buffers: int = 2
     bias_stages: int = 0
     dq_columns: int = 0
+    keys_in_registers: bool = False
     take_turns: bool = True
     split_edges: bool = True
     consumer_registers: int = 240
@@ -92,6 +95,14 @@ def default_config(problem: Problem) -> BackwardConfig:
     # A branch spills less, unless only the first tiles are masked.
     split_edges = problem.mask.has_static_ranges and problem.mask.window is None
     ids = problem.mask.q_segments is not None  # compared in the branch
+    if problem.parts > 1:
+        return BackwardConfig(
+            own_gradients=True,
+            keys_in_registers=True,
+            ds_buffers=1 if problem.has_terms else 2,
+            split_edges=split_edges,
+            spill_bytes=128 + _more_spill_bytes(problem),
+        )
     if widest <= 64:
         spill_bytes = 200 if ids else 128  # LLVM of one JAX or another: up to 32 bytes apart
         return BackwardConfig(

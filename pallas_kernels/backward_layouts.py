@@ -214,7 +214,7 @@ class OwnGradients(Kernel):
 
     def clean_keys(self) -> None:
         """Cleans this warpgroup's part of the keys."""
-        self.clean(self.refs["k_s"].at[0, :, self.half(self.problem.head_dim)])
+        self.clean(self.refs["k_s"].at[0, ..., self.half(self.problem.head_dim)])
         self.meet()
 
     def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
@@ -222,22 +222,34 @@ class OwnGradients(Kernel):
 
         def store(x: str, gradient: Array) -> None:
             self.meet()  # the other consumer has read keys and values
-            self.store(f"d{x}", gradient, self.refs[f"{x}_s"].at[0], at, at.key)
+            staging = self.refs[f"{x}_s"].at[0]
+            if self.problem.parts > 1:
+                staging = self.refs["dq_s"].at[self.warpgroup]  # keys and values are parts
+            width = staging.shape[1]
+            for first in range(0, gradient.shape[1], width):
+                if self.problem.parts > 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                piece = gradient[:, first : first + width]
+                self.store(f"d{x}", piece, staging, at, at.key, first)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.arrive("kv_empty")
 
         def make_dv() -> None:
+            keys = self.load_resident("k_s")
+
             def walk(acc: Ref) -> Array:
-                step = functools.partial(self.value_step, acc)
+                step = functools.partial(self.value_step, acc, keys)
                 self.for_each_step_and_late(tile, turns, at, step)
                 return self.ops.load_accumulator(acc, wait=None)
 
             store("v", self.accumulate(walk, ("dv_acc",)) * self.value_scale)
 
         def make_dk() -> None:
+            values = self.load_resident("v_s")
+
             def walk(acc: Ref) -> Array:
                 def step(step: Step, carry: Any) -> Any:
-                    return None, self.key_step(acc, step, carry[1])
+                    return None, self.key_step(acc, values, step, carry[1])
 
                 self.for_each_step(tile, turns, at, step, sums=self.no_sums())
                 return self.ops.load_accumulator(acc, wait=None)
@@ -246,7 +258,22 @@ class OwnGradients(Kernel):
 
         lax.cond(self.warpgroup == 0, make_dv, make_dk)
 
-    def value_step(self, dv_acc: Ref, step: Step, before: Step, sums: tuple[()]) -> tuple[()]:
+    def load_resident(self, name: str) -> Any:
+        """Keys or values as operands in registers; None if products are to read shared memory."""
+        if not self.config.keys_in_registers:
+            return None
+        return self.ops.load_operand(self.refs[name].at[0])
+
+    def multiply(self, acc: Ref, resident: Any, name: str, zero: Any, other: Ref) -> None:
+        """Issues the product of keys or values and a tile of Q or dO, transposed."""
+        if resident is None:
+            self.ops.matmul(acc, self.refs[name].at[zero], other, transpose_b=True)
+        else:
+            self.ops.matmul_registers(acc, resident, other, transpose_b=True)
+
+    def value_step(
+        self, dv_acc: Ref, keys: Any, step: Step, before: Step, sums: tuple[()]
+    ) -> tuple[()]:
         """Makes P', hands it over, and adds to dV; dQ of the step before is made now.
 
         So it never waits for the dS' of the same step. The other warpgroup has the sums.
@@ -258,7 +285,7 @@ class OwnGradients(Kernel):
         def probabilities(s_acc: Ref) -> tuple[Array, Array]:
             self.wait("q_full", q_slot)
             q = refs["q_s"].at[q_slot]
-            ops.matmul(s_acc, refs["k_s"].at[zero], q, transpose_b=True)
+            self.multiply(s_acc, keys, "k_s", zero, q)
             lse = ops.load_shared_columns(refs["lse_s"].at[q_slot])
             shape = (ROWS, self.config.block_q)
             given = self.given(step, step.row, step.key, shape, (q_slot,))
@@ -270,14 +297,20 @@ class OwnGradients(Kernel):
 
         p, slopes = self.accumulate(probabilities, ("s_acc",))
         self.wait("do_full", do_slot)
-        ops.matmul_registers(dv_acc, p, refs["do_s"].at[do_slot])
-        self.wait("p_empty")
-        refs["p_s"][...] = slopes
-        self.arrive("p_full")
-        self.make_dq_if_any(before, zero, lambda: self.arrive("do_empty", do_slot))
+
+        def add_values(target: Ref) -> None:
+            ops.matmul_registers(target, ops.operand(p, p.dtype), refs["do_s"].at[do_slot])
+            self.wait("p_empty")
+            refs["p_s"][...] = slopes
+            self.arrive("p_full")
+            self.make_dq_if_any(before, zero, lambda: self.arrive("do_empty", do_slot))
+
+        self.with_partial_sum(add_values, dv_acc)
         return sums
 
-    def key_step(self, dk_acc: Ref, step: Step, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    def key_step(
+        self, dk_acc: Ref, values: Any, step: Step, sums: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
         """Makes dS', hands it over, and adds to dK and to sums over queries."""
         refs, ops = self.refs, self.ops
         zero = ops.opaque_zero()
@@ -286,7 +319,7 @@ class OwnGradients(Kernel):
         def gradients(dp_acc: Ref) -> tuple[Array, tuple[Array, ...]]:
             self.wait("do_full", do_slot)
             do = refs["do_s"].at[do_slot]
-            ops.matmul(dp_acc, refs["v_s"].at[zero], do, transpose_b=True)
+            self.multiply(dp_acc, values, "v_s", zero, do)
             delta = ops.load_shared_columns(refs["delta_s"].at[do_slot])
             dp = ops.load_accumulator(dp_acc, wait=0)
             ops.fence_reads()
@@ -297,16 +330,20 @@ class OwnGradients(Kernel):
             ds = self.score_gradients(step, p, dp, delta)
             total = self.add_to_sums(sums, ds, step, step.row, step.key)
             self.add_to_bias(ds, step, step.row, step.key)
-            return ds.astype(self.problem.dtype), total
+            return ops.operand(ds, self.problem.dtype), total
 
         ds, total = self.accumulate(gradients, ("dp_acc",))
         self.wait("ds_empty", ds_slot)
-        refs["ds_s"].at[ds_slot, 0][...] = ds
+        ops.store_operand(refs["ds_s"].at[ds_slot, 0], ds)
         plgpu.commit_smem()
         self.arrive("ds_full", ds_slot)
         self.wait("q_full", q_slot)
-        ops.matmul_registers(dk_acc, ds, refs["q_s"].at[q_slot])
-        dq = self.query_gradients(ds_slot, zero)
-        self.arrive("q_empty", q_slot)
-        self.add_to_dq(dq, step)
+
+        def add_queries(target: Ref) -> None:
+            ops.matmul_registers(target, ds, refs["q_s"].at[q_slot])
+            dq = self.query_gradients(ds_slot, zero)
+            self.arrive("q_empty", q_slot)
+            self.add_to_dq(dq, step)
+
+        self.with_partial_sum(add_queries, dk_acc)
         return total

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import backends, dot_product_attention, ragged_attention, reference
+from jax_flash import backends, dot_product_attention, explain, ragged_attention, reference
 from jax_flash.mask import Mask
 from pallas_kernels import backend, schedule
 from pallas_kernels import backward_config as kernel_config
@@ -25,6 +25,7 @@ from tests import oracle64
 from tests.conftest import ROOT
 from tests.kernel_cases import (
     COMMON_CASES,
+    FP32_TOLERANCE,
     HOPPER,
     ON_GPU,
     WITH_RACES,
@@ -134,6 +135,36 @@ def test_float16(interpreted):
     do, dlse = cotangents(q, v)
     want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, is_causal=True)
     check(run(q, k, v, do, dlse, is_causal=True), want)
+
+
+OF_FP32 = [name for name, (shape, *_) in CASES.items() if max(shape[5:]) <= 64]
+
+
+@pytest.mark.parametrize("name", mostly_on_gpu(OF_FP32, {*OF_FP32} - {"empty rows"}))
+def test_fp32_is_exact(name, interpreted):
+    shape, keywords, terms = CASES[name]
+    q, k, v = qkv(*shape, dtype="float32")
+    do, dlse = cotangents(q, v)
+    terms = keywords if terms is None else terms
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **terms)
+    check(run(q, k, v, do, dlse, **keywords), want, FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (64, 72), (128, 128)])
+def test_gradients_of_wide_heads_in_fp32_are_lent(d, dv, monkeypatch):
+    """And ``explain`` says by whom, and why."""
+    monkeypatch.setattr(backends, "device_of", lambda *_: HOPPER)
+    structs = [jax.ShapeDtypeStruct((1, 64, 1, dim), "float32") for dim in (d, d, dv)]
+
+    def loss(q, k, v):
+        return dot_product_attention(q, k, v, implementation="mosaic").sum()
+
+    forward, *gradient = explain(jax.grad(loss), *structs).decisions
+    assert forward.chosen == "mosaic"
+    assert [decision.chosen for decision in gradient] == ([] if dv == 64 else ["chunked"])
+    for decision in gradient:
+        reason = f"gradients in float32 only for head dims up to 64; got {d} and {dv}"
+        assert decision.reasons["mosaic"] == reason
 
 
 CONFIGS = {

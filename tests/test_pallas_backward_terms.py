@@ -16,7 +16,7 @@ from jax_flash.spec import Residuals
 from pallas_kernels import backend, schedule
 from pallas_kernels import backward_config as kernel_config
 from tests import oracle64
-from tests.kernel_cases import ON_GPU, WITH_RACES, i32, mostly_on_gpu, qkv, rand
+from tests.kernel_cases import FP32_TOLERANCE, ON_GPU, WITH_RACES, i32, mostly_on_gpu, qkv, rand
 from tests.tolerance import fast_jit
 
 SLOPES = np.float32([0.2, -0.1])
@@ -260,6 +260,30 @@ def test_dropout_draws_the_same_mask(name):
         q, k, v, do=do, dlse=dlse, keep=keep, dropout_rate=rate, **terms
     )
     check(run(q, k, v, do, dlse, dropout_rng=key, dropout_rate=rate, **keywords), want)
+
+
+FAR_FROM_0 = {"ALiBi, far away", "ALiBi, soft cap, offsets"}  # where logits have fewer digits
+OF_FP32 = [
+    name for name, (shape, *_) in CASES.items() if max(shape[5:]) <= 64 and name not in FAR_FROM_0
+]
+
+
+@pytest.mark.parametrize("name", mostly_on_gpu([*OF_FP32, "dropout"], OF_FP32))
+def test_fp32_is_exact(name):
+    mixture = {"bias": bias_of(1, 2, 70, 130), "is_causal": True, "q_offset": 60}
+    shape, keywords, terms = CASES.get(name, ((1, 70, 130, 2, 1, 64), mixture, None))
+    q, k, v = qkv(*shape, dtype="float32")
+    do, dlse = cotangents(q, v)
+    terms = keywords if terms is None else terms
+    if name == "dropout":
+        key, rate = jax.random.key(7), 0.3
+        keep = keep_of(key, rate, shape[0], shape[3], *shape[1:3])
+        terms = {**terms, "keep": keep, "dropout_rate": rate}
+        keywords = {**keywords, "dropout_rng": key, "dropout_rate": rate}
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **terms)
+    got = run(q, k, v, do, dlse, **keywords)
+    names = [f"d{name}" for name in ("bias", "alibi_slopes", "sinks") if name in keywords]
+    check(got, want, ("dq", "dk", "dv", *names), FP32_TOLERANCE)
 
 
 def test_with_all_dropped_only_the_log_sum_exp_has_a_gradient():

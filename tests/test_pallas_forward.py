@@ -20,6 +20,7 @@ from pallas_kernels import forward as kernel
 from tests import oracle64
 from tests.kernel_cases import (
     COMMON_CASES,
+    FP32_TOLERANCE,
     HOPPER,
     ON_GPU,
     WITH_RACES,
@@ -52,15 +53,15 @@ def interpreted(monkeypatch, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def check(result, expected):
+def check(result, expected, tolerance=4e-3, of_lse=1e-4):
     """Relative error of out as of a computation with rounded probabilities; lse in fp32."""
     (out, lse), (ref, ref_lse) = (tuple(map(np.asarray, x)) for x in (result, expected))
     out = out.astype(np.float64)
     assert np.isfinite(out).all()
-    assert np.linalg.norm(out - ref) <= 4e-3 * max(np.linalg.norm(ref), 1e-30)
+    assert np.linalg.norm(out - ref) <= tolerance * max(np.linalg.norm(ref), 1e-30)
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(ref_lse))
     seen = np.isfinite(ref_lse)
-    np.testing.assert_allclose(lse[seen], ref_lse[seen], atol=1e-4)
+    np.testing.assert_allclose(lse[seen], ref_lse[seen], atol=of_lse)
     assert (out[~seen] == 0).all()
 
 
@@ -131,6 +132,17 @@ def test_agrees_with_oracle(name, interpreted):
 def test_float16(interpreted):
     arrays = qkv(1, 100, 100, 2, 1, 64, dtype="float16")
     check(run(*arrays, is_causal=True), oracle64.attention(*arrays, is_causal=True))
+
+
+OF_FP32 = [name for name, (shape, *_) in CASES.items() if max(shape[5:]) <= 128]
+
+
+@pytest.mark.parametrize("name", mostly_on_gpu(OF_FP32, {*OF_FP32} - {"narrow dims"}))
+def test_fp32_is_exact(name, interpreted):
+    shape, keywords, terms = CASES[name]
+    arrays = qkv(*shape, dtype="float32")
+    expected = oracle64.attention(*arrays, **(keywords if terms is None else terms))
+    check(run(*arrays, **keywords), expected, FP32_TOLERANCE, of_lse=4e-6)
 
 
 CONFIGS = {
