@@ -71,6 +71,8 @@ class ForwardConfig:
                 f"want {wanted} more than the {at_launch} of the launch, but the producer gives "
                 f"back {at_launch - self.producer_registers}. Lower one of the two."
             )
+        if self.early_wait and self.num_stages == 1:
+            raise ValueError("early_wait: with one stage the next K tile comes only after P V")
         if self.share_out and self.query_registers:
             raise ValueError("share_out: Q's buffer is refilled early with query_registers")
 

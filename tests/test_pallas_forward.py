@@ -332,3 +332,5 @@ def test_supports_answers():
 def test_configs_ask_for_no_more_than_there_is():
     with pytest.raises(ValueError, match="consumer_registers=120"):
         kernel.ForwardConfig(num_warpgroups=4, consumer_registers=120, producer_registers=32)
+    with pytest.raises(ValueError, match="early_wait"):
+        kernel.ForwardConfig(num_stages=1, early_wait=True)

@@ -52,14 +52,16 @@ def kernel_entry(problem, source=None, **changes):
 
 def test_a_users_entry_is_taken(on_h200):
     assert tune.tuned_config(problem()) == kernel.default_config(problem())
-    tuning.write(on_h200, H200, [kernel_entry(problem(), num_stages=1, head_group=3)])
+    tuning.write(
+        on_h200, H200, [kernel_entry(problem(), num_stages=1, early_wait=False, head_group=3)]
+    )
     exact, near = (tune.tuned_config(problem(n)) for n in (4096, 4100))
     assert (exact.num_stages, exact.head_group) == (1, 3)
     assert (near.num_stages, near.head_group) == (1, 0)  # heads depend on the number of tiles
 
 
 def test_without_an_h200_nothing_is_read(on_h200, monkeypatch):
-    tuning.write(on_h200, H200, [kernel_entry(problem(), num_stages=1)])
+    tuning.write(on_h200, H200, [kernel_entry(problem(), num_stages=1, early_wait=False)])
     monkeypatch.setattr(tune, "device_kind", lambda: "cpu")
     assert tune.tuned_config(problem()) == kernel.default_config(problem())
 
@@ -71,6 +73,7 @@ NONSENSE = [
     {"block_kv": 0},
     {"num_stages": 0},
     {"num_stages": 7},  # more shared memory than there is
+    {"num_stages": 1, "early_wait": True},  # would wait for ever
     {"consumer_registers": 241},
     {"consumer_registers": 256},
     {"lazy_growth": 1e9},  # sums would overflow
@@ -93,7 +96,9 @@ def test_nonsense_is_refused(changes, on_h200):
 
 
 def test_a_users_entry_for_another_kernel_source_is_refused(on_h200):
-    tuning.write(on_h200, H200, [kernel_entry(problem(), source="0123", num_stages=1)])
+    tuning.write(
+        on_h200, H200, [kernel_entry(problem(), source="0123", num_stages=1, early_wait=False)]
+    )
     with pytest.warns(UserWarning, match="another version of the forward kernel"):
         assert tune.tuned_config(problem()) == kernel.default_config(problem())
 
@@ -154,7 +159,7 @@ def test_explain_says_where_a_configuration_comes_from(explained, on_h200):
     assert "configuration from nvidia_h200.json, measured at" in str(report)
     assert "nearest" not in str(report)
     assert "no table has this problem" in str(explained(256))
-    tuning.write(on_h200, H200, [kernel_entry(problem(256), num_stages=1)])
+    tuning.write(on_h200, H200, [kernel_entry(problem(256), num_stages=1, early_wait=False)])
     assert f"configuration from {on_h200}" in str(explained(256))
     assert explained(256).tuned[0].config.num_stages == 1
 
