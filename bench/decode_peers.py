@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench import peers
 from bench.provenance import ROOT
 
 Array = jax.Array
@@ -22,18 +23,8 @@ _FLASHINFER_S = 90  # it compiles its kernels at first use
 
 
 def chosen(text: str) -> list[str]:
-    """The peers that ``--peers`` names.
-
-    Raises:
-        ValueError: a name that is none of theirs.
-    """
-    everyone = [*PEERS, "flashinfer"]
-    names = {"all": everyone, "none": []}.get(text)
-    if names is None:
-        names = text.split(",")
-    if unknown := [name for name in names if name not in everyone]:
-        raise ValueError(f"unknown peers {unknown}; there are {everyone}")
-    return names
+    """The peers that ``--peers`` names; see :func:`bench.peers.chosen`."""
+    return peers.chosen(text, [*PEERS, "flashinfer"])
 
 
 def _jax_nn(query: Array, cache: dict[str, Array], implementation: str) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,20 @@ class AbsentError(Exception):
 
 class RefusedError(Exception):
     """The peer cannot compute the case; the message says why."""
+
+
+def chosen(text: str, everyone: Sequence[str]) -> list[str]:
+    """The peers that ``--peers`` names: "all", "none" or some, separated by commas.
+
+    Raises:
+        ValueError: a name that is none of ``everyone``.
+    """
+    names = {"all": [*everyone], "none": []}.get(text)
+    if names is None:
+        names = text.split(",")
+    if unknown := [name for name in names if name not in everyone]:
+        raise ValueError(f"unknown peers {unknown}; there are {[*everyone]}")
+    return names
 
 
 def _load(module: str) -> Any:

@@ -67,11 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
     chosen, modes = cases.SUITES[arguments.suite]
     wanted = arguments.cases or [""]
     chosen = tuple(case for case in chosen if any(part in case.name for part in wanted))
-    names = {"all": list(peers.PEERS), "none": []}.get(arguments.peers)
-    if names is None:
-        names = arguments.peers.split(",")
-    if unknown := [name for name in names if name not in peers.PEERS]:
-        print(f"unknown peers {unknown}; there are {list(peers.PEERS)}", file=sys.stderr)
+    try:
+        names = peers.chosen(arguments.peers, list(peers.PEERS))
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     if not chosen:
         print(f"no case of {arguments.suite!r} has {wanted} in its name", file=sys.stderr)

@@ -250,11 +250,10 @@ def decode_step(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     call = scheduler.Call(rows, (batch, 1))
     packed = engine_step.pack(call, list(tables), columns, batch)
 
-    run = functools.partial(engine_step.run, has_filters=False)
-
     def launch() -> Array:
         nonlocal state
-        state, result = run(graph, params, state, packed, num_tokens=1)
+        options = {"num_tokens": 1, "has_filters": False}
+        state, result = engine_step.run(graph, params, state, packed, **options)
         return result
 
     if np.any(np.asarray(launch())[0] < 0):

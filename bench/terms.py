@@ -37,6 +37,7 @@ _TOLERANCE = 1e-2  # of the norm; plain attention in bf16 is at 3e-3
 _FP32_FACTOR = 2.0  # times the error of plain JAX in fp32, of each array
 _BLOCK = 128  # of the block-structured mask
 _IMPLEMENTATION = "mosaic"
+_PEERS = ("cudnn", "xla", "tokamax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,7 @@ def _measure_case(
 ) -> Iterator[Row]:
     """Likewise of one call."""
     rounds = {"rounds": 2, "iterations": 3} if arguments.quick else _TIMING
+    chosen_peers = peers.chosen(arguments.peers, _PEERS)
     query, key, value = run.inputs(case)
     do = jax.random.normal(jax.random.key(1), case.shapes[0], case.dtype)
     for term_name, term in of_case.items():
@@ -112,7 +114,7 @@ def _measure_case(
             judged: dict[str, tuple[float, bool]] = {}
             notes: dict[str, str | None] = {}
             for impl, (attend, keywords) in _ways(case, term).items():
-                if impl != OURS and arguments.peers not in ("all", impl):
+                if impl not in (OURS, *chosen_peers):
                     continue
                 try:
                     arrays = (query, key, value, {x: keywords[x] for x in term.wanted})
