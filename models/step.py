@@ -6,12 +6,17 @@ What a call needs from the host travels as one int32 array, one row a sequence:
 
 and what comes back is one, `[2, rows]`: the drawn ids and the bits of their log-probabilities. The
 newest token of every slot stays on the device, so that a step can follow another unread.
+
+The result is written where an older one was, which has been read and is given up for it. Made anew
+at each step, it would be another place each time, in which XLA keeps small arrays of the step too:
+to rewrite the step's CUDA graph for that took longer than its kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,12 +53,20 @@ class State:
     """What lives on the device from step to step, donated to each.
 
     Attributes:
-        caches: one a block of the model, without sequences.
+        pools: keys and values `[pages, Hk, page_size, D]`, of each block of the model.
         newest: int32 `[slots]`, the token that each slot drew last.
     """
 
-    caches: list[PagedKVCache]
+    pools: list[tuple[jax.Array, jax.Array]]
     newest: jax.Array
+
+    def caches(self, tables: jax.Array, lengths: jax.Array) -> list[PagedKVCache]:
+        """The pools with the sequences of a call."""
+        return [PagedKVCache(*pools, tables, lengths) for pools in self.pools]
+
+    def replace(self, caches: Sequence[PagedKVCache], newest: jax.Array) -> State:
+        """The state with the pools of caches."""
+        return State([(cache.key_pages, cache.value_pages) for cache in caches], newest)
 
 
 def init_state(model: MiniGPT, num_slots: int, num_pages: int, page_size: int, dtype: Any) -> State:
@@ -63,7 +76,14 @@ def init_state(model: MiniGPT, num_slots: int, num_pages: int, page_size: int, d
         PagedKVCache.create, num_pages, page_size, config.kv_heads, config.head_dim, dtype
     )
     caches = [create() for _ in range(config.num_layers)]
-    return State(caches, jnp.zeros((num_slots,), jnp.int32))
+    pools = [(cache.key_pages, cache.value_pages) for cache in caches]
+    return State(pools, jnp.zeros((num_slots,), jnp.int32))
+
+
+def init_result(state: State, num_rows: int) -> jax.Array:
+    """Room for the result of a call beside a state, for want of a result that has been read."""
+    (device,) = state.newest.devices()
+    return jax.device_put(np.zeros((2, num_rows), np.int32), device)
 
 
 def place(model: MiniGPT, state: State) -> tuple[Graph, Any, State]:
@@ -79,8 +99,14 @@ def place(model: MiniGPT, state: State) -> tuple[Graph, Any, State]:
 
 
 def _with_cast_layers(model: MiniGPT) -> MiniGPT:
-    """A copy whose linear layers hold what they compute with: each step would cast them anew."""
+    """A copy whose products hold what they multiply with: each step would cast it anew.
+
+    The embedding that the logits are made of is one of them, though it be tied to that of tokens.
+    """
     model = nnx.clone(model)
+    output = model.token_embedding if model.output_embedding is None else model.output_embedding
+    cast = output.get_value().astype(model.config.dtype)
+    model.output_embedding = nnx.data(nnx.Param(cast))
     for _, layer in nnx.iter_graph(model):
         if isinstance(layer, nnx.Linear):
             for param in (layer.kernel, layer.bias):
@@ -136,13 +162,16 @@ def pack(call: Call, tables: list[Any], max_pages: int, num_slots: int) -> np.nd
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graph", "num_tokens", "has_filters"), donate_argnames="state"
+    jax.jit,
+    static_argnames=("graph", "num_tokens", "has_filters"),
+    donate_argnames=("state", "result"),
 )
 def run(
     graph: Graph,
     params: Any,
     state: State,
     packed: jax.Array,
+    result: jax.Array,
     *,
     num_tokens: int,
     has_filters: bool,
@@ -154,6 +183,7 @@ def run(
         params: from `place`.
         state: donated.
         packed: from `pack`.
+        result: donated; of a call of as many rows, or from `init_result`.
         num_tokens: T.
         has_filters: whether a row has a `top_k` or `top_p`: these sort the vocabulary, which costs
             more than the rest of the draw. Static, for a branch on the device would make the host
@@ -169,10 +199,9 @@ def run(
     tokens = packed[:, :num_tokens]
     newest = state.newest.at[field["slot"]].get(mode="fill", fill_value=0)
     tokens = jnp.where(tokens < 0, newest[:, None], tokens)
-    caches = [cache.with_sequences(tables, field["start"]) for cache in state.caches]
     logits, caches = nnx.merge(graph.graph, params)(
         tokens,
-        caches=caches,
+        caches=state.caches(tables, field["start"]),
         new_lengths=field["count"],
         logits_at=jnp.maximum(field["count"] - 1, 0),
     )
@@ -186,16 +215,14 @@ def run(
     )
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     logprobs = jnp.take_along_axis(logprobs, jnp.maximum(drawn, 0)[:, None], axis=-1)[:, 0]
-    caches = [
-        dataclasses.replace(cache, block_tables=old.block_tables, lengths=old.lengths)
-        for cache, old in zip(caches, state.caches, strict=True)
-    ]
     newest = state.newest.at[field["target"]].set(drawn, mode="drop")
-    return State(caches, newest), jnp.stack([drawn, bits(logprobs, jnp.int32)])
+    result = result.at[0].set(drawn).at[1].set(bits(logprobs, jnp.int32))
+    return state.replace(caches, newest), result
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def copy_pages(state: State, pairs: jax.Array) -> State:
     """Copies pages in all layers; `pairs` is int32 `[N, 2]`, source and target, padded with 0."""
-    caches = [cache.copy_pages(pairs[:, 0], pairs[:, 1]) for cache in state.caches]
-    return State(caches, state.newest)
+    nobody = jnp.zeros((0, 0), jnp.int32), jnp.zeros((0,), jnp.int32)
+    caches = [cache.copy_pages(pairs[:, 0], pairs[:, 1]) for cache in state.caches(*nobody)]
+    return state.replace(caches, state.newest)

@@ -56,7 +56,7 @@ def here(monkeypatch, standard_promotion):
         return 8.0
 
     def launched_us(function):
-        assert len(jax.block_until_ready(function())) == serving.STEPS_IN_A_ROW
+        assert jax.block_until_ready(function()).shape == (2, 3)
         return KERNELS
 
     monkeypatch.setattr(isolated, "items", items)
