@@ -283,9 +283,11 @@ def check(case, implementation, with_lse):
     dtypes = {"out": case.dtype, "lse": "float32"}
     dtypes |= {grad_name(name): x.dtype for name, x in floats.items()}
     want, errors = expectation(case, with_lse)
+    # Tensor cores add up with truncation, which shows where plain sums have a term or two.
+    roundings = 4 if (implementation, case.dtype) == ("mosaic", "float32") else 1
     for name, x in got.items():
         assert x.dtype == dtypes[name], name
-        assert_close(x, want[name], errors[name], name)
+        assert_close(x, want[name], errors[name], name, roundings=roundings)
 
 
 def grad_name(name):
