@@ -19,6 +19,15 @@ Array = jax.Array
 
 FUSED = True
 
+# Calls that are alike are one function of a program, so that the layers of a model share a kernel:
+# JAX numbers the kernels that it lowers, and those of different names are compiled one by one.
+# What may change from one call to the next, such as a configuration from a table, is an argument.
+_STATIC = ("problem", "config", "interpret")
+_launch_forward = jax.jit(kernel.attention_forward, static_argnames=_STATIC)
+_launch_backward = jax.jit(
+    backward_kernel.attention_backward, static_argnames=(*_STATIC, "wanted", "deterministic")
+)
+
 _ROW_MULTIPLE = 8  # a tiled TMA copy wants lengths that are multiples of 8
 _H100_MULTIPROCESSORS = 132  # also the H200's
 _MAX_KV_LEN = schedule.MAX_KV_TILES * 64
@@ -126,7 +135,7 @@ def attend(
         operands.sinks,
         operands.dropout_seeds if problem.dropout_rate > 0.0 else None,
     )
-    out, lse = kernel.attention_forward(
+    out, lse = _launch_forward(
         problem,
         _padded(q, problem.head_dim),
         _padded(operands.key, problem.head_dim),
@@ -210,7 +219,7 @@ def differentiate(
         bias=operands.bias is not None and "bias" not in spec.constants,
         alibi_slopes=operands.alibi_slopes is not None and "alibi_slopes" not in spec.constants,
     )
-    dq, dk, dv, sums = backward_kernel.attention_backward(
+    dq, dk, dv, sums = _launch_backward(
         problem,
         _padded(q, head_dim),
         _padded(k, head_dim),

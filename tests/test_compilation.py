@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_flash import dot_product_attention, merge_attention, paged_attention
+from jax_flash import backends, dot_product_attention, merge_attention, paged_attention
+from jax_flash.spec import Device
 from tests import oracle64 as oracle
 from tests.tolerance import bits, fast_jit, rand
 
@@ -245,6 +246,24 @@ def test_new_values_of_lengths_and_offsets_do_not_compile_again():
     outs = {np.asarray(call(*pair)).tobytes() for pair in values}
     assert len(outs) > 20  # the values matter
     assert call._cache_size() == 1
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers_that_are_alike_share_their_kernels_in_a_program(remat, monkeypatch):
+    """Those without dropout one forward and one backward kernel, the one with dropout two more."""
+    monkeypatch.setattr(backends, "device_of", lambda *_: Device("gpu", "9.0", "NVIDIA H200"))
+    attention = functools.partial(dot_product_attention, implementation="mosaic", is_causal=True)
+
+    def loss(x, key):
+        for _ in range(4):
+            layer = functools.partial(attention)  # another function, as in a model
+            x = (jax.checkpoint(layer) if remat else layer)(x, x, x)
+        x = attention(x, x, x, dropout_rate=0.1, dropout_rng=key)
+        return jnp.sum(x.astype("float32"))
+
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16")
+    lowered = jax.jit(jax.grad(loss)).trace(x, KEY).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 4
 
 
 def test_strided_and_transposed_inputs_give_the_bits_of_copies(attention):
