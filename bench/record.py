@@ -2,17 +2,21 @@
 
 The record holds a hash of every kernel source, so that a test can tell which of them have changed
 since they last ran on a GPU. Arguments after ``--`` go to pytest: ``-- -m gpu -n 4``; they are
-recorded too, because they say what was left out.
+recorded too, because they say what was left out. tests/conftest.py keeps XLA from searching for the
+fastest matrix products, of which our kernels have none. If this is stopped, so are pytest and its
+workers, which would go on otherwise and slow down whatever comes next.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -146,12 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     commit = arguments.commit or provenance.commit()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        status = subprocess.run(
-            [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments.pytest],
-            cwd=ROOT,
-            env={**os.environ, "JAX_FLASH_TEST_GPU": "1"},
-            check=False,
-        ).returncode
+        status = _pytest([f"--junit-xml={report}", *arguments.pytest])
         if not report.exists():
             print(f"pytest gave no report (exit status {status}); no record was written")
             return status or 2
@@ -170,6 +169,27 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.out.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
     print(f"written: {arguments.out}")
     return status
+
+
+def _pytest(arguments: list[str]) -> int:
+    """Its exit status. At its end or ours nothing that it started goes on, whatever it is doing."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "JAX_FLASH_TEST_GPU": "1"},
+        start_new_session=True,  # a group of its own, which its workers join
+    )
+
+    def kill(*_: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    previous = signal.signal(signal.SIGTERM, kill)
+    try:
+        return process.wait()
+    finally:
+        kill()
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _device() -> dict[str, str] | None:

@@ -2,7 +2,13 @@
 
 import datetime
 import json
+import os
+import signal
+import subprocess
 import sys
+import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
@@ -152,3 +158,65 @@ def test_tests_that_run_are_recorded(tmp_path, monkeypatch, capfd):
     assert (found.passed, found.failed, found.commit) == (1, 1, "abc1234")
     assert found.failures == ["test_two::test_bad"]
     assert found.arguments == "-p no:cacheprovider"
+
+
+def running(text):
+    """The processes that are not zombies and have the text in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode()
+        except OSError:  # it has ended
+            continue
+        if text in command:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_leaves_no_worker_behind(tmp_path, number):
+    """Not one that holds out against SIGTERM, as a compiler's thread would."""
+    mark = str(tmp_path / "worker")
+    (tmp_path / "test_slow.py").write_text(
+        textwrap.dedent(
+            f"""\
+            import subprocess, sys, time
+
+            def test_slow():
+                code = (
+                    "import pathlib, signal, sys, time;"
+                    "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+                    "pathlib.Path(sys.argv[1]).touch();"
+                    "time.sleep(100)"
+                )
+                subprocess.Popen([sys.executable, "-c", code, {mark!r}])
+                time.sleep(100)
+            """
+        )
+    )
+    code = (
+        "import argparse, pathlib, sys; from bench import record;"
+        "record.ROOT = pathlib.Path(sys.argv[1]); record._device = dict;"
+        "parser = argparse.ArgumentParser(); record.add_arguments(parser);"
+        "sys.exit(record.run(parser.parse_args(sys.argv[2:])))"
+    )
+    out = tmp_path / "record.json"
+    arguments = ["--out", str(out), "--commit", "abc1234", "--", "-p", "no:cacheprovider"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), *arguments],
+        cwd=record.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for(lambda: os.path.exists(mark))
+    assert running(mark)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    wait_for(lambda: not running(mark))
+    assert not out.exists()
+
+
+def wait_for(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
