@@ -13,17 +13,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+import models
 from models import checkpoint, data, report
 from models.generate import generate_text
 from models.minigpt import num_parameters
 from models.settings import PRESETS, TrainConfig, make_parser, override_resumed
-from models.trainer import Trainer, make_schedule
+from models.trainer import Trainer
 
 SAMPLE_PROMPT = "ROMEO:"
 SAMPLE_LENGTH = 300
@@ -52,20 +54,54 @@ class StopRequest:
         self.__exit__()
 
 
+class _Saver:
+    """Saves while training goes on, one checkpoint after another; at the end all are there."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._saves: list[Future[None]] = []
+
+    def __enter__(self) -> _Saver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        self._raise_errors()
+
+    def submit(self, save: Callable[..., None], *arguments: Any) -> None:
+        """Calls `save(*arguments)` soon; raises what an earlier call raised."""
+        self._raise_errors()
+        self._saves.append(self._pool.submit(save, *arguments))
+
+    def _raise_errors(self) -> None:
+        while self._saves and self._saves[0].done():
+            self._saves.pop(0).result()
+
+
 class Run:
     """A training run, ready to go: whatever is wrong with its settings is wrong at construction."""
 
-    def __init__(self, config: TrainConfig, *, resume: bool = False, say: Say = print) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        resume: bool = False,
+        say: Say = print,
+        began: float | None = None,
+    ) -> None:
         """Finds the text, builds the model, and starts a run folder or goes on with one.
 
         Args:
             config: the settings; to resume, those of the checkpoint, possibly overridden.
             resume: go on from the folder's latest checkpoint.
             say: prints one line.
+            began: when the run began, as `time.monotonic` counts; None: now. The log's `elapsed_s`
+                counts from then.
 
         Raises:
             ValueError, TypeError, NotImplementedError, OSError: the settings cannot work.
         """
+        self.began = time.monotonic() if began is None else began
         self.config = config
         self.out = Path(config.out)
         record = checkpoint.load_record(self.out / "latest") if resume else None
@@ -87,6 +123,9 @@ class Run:
         self.val_loss: float | None = None
         if record is None:
             _move_aside(self.out, say)
+        # Meanwhile the state is made, the text is prepared, and so on.
+        self.compiled = self.trainer.compile_ahead()
+        if record is None:
             self.state = self.trainer.new_state()
             self.step = 0
         else:
@@ -110,14 +149,14 @@ class Run:
         Raises:
             FloatingPointError: the loss is not finite. The checkpoints are from before that.
         """
-        self.log.write(self.step, run=self._circumstances())
-        self.schedule = make_schedule(self.config)
+        self._write(run=self._circumstances())
         tokens_per_step = self.config.batch_size * self.config.context_length
         self.progress = report.Progress(self.end, tokens_per_step)
-        self.began = time.monotonic()
         self.timed_tokens = 0
-        self.timed_seconds: float | None = None  # the first call compiles and is not timed
-        with StopRequest() as stop:
+        self.timed_seconds: float | None = None  # the first call loads the program: it is not timed
+        with StopRequest() as stop, _Saver() as self.saver:
+            for program in self.compiled:
+                program.result()
             if self.step == 0:
                 self._validate()
             while self.step < self.end and not stop.requested:
@@ -175,19 +214,17 @@ class Run:
                 f"the training loss is {loss} at step {self.step}; the checkpoints in {self.out} "
                 "are from before that. A lower --learning-rate or --clip-norm may help"
             )
-        self.log.write(
-            self.step,
+        self._write(
             train_loss=loss,
-            learning_rate=float(self.schedule(self.step - 1)),
+            learning_rate=float(self.trainer.learning_rate(np.float32(self.step - 1))),
             tokens_per_second=self.tokens_per_second and round(self.tokens_per_second),
-            elapsed_s=round(time.monotonic() - self.began, 2),
         )
         self.progress.update(self.step, loss, self.tokens_per_second)
 
     def _validate(self) -> None:
         """Measures the validation loss; the best parameters so far are kept."""
         self.val_loss = float(self.trainer.evaluate(self.state["params"], self.val_batches))
-        self.log.write(self.step, val_loss=self.val_loss)
+        self._write(val_loss=self.val_loss)
         self.progress.say(f"step {self.step}: validation loss {self.val_loss:.4f}")
         if self.best_loss is None or self.val_loss < self.best_loss:
             self.best_loss = self.val_loss
@@ -203,8 +240,13 @@ class Run:
             tokenizer=self.corpus.tokenizer.to_json(),
             text_sha256=self.text.sha256,
         )
-        optimizer = self.state["optimizer"] if name == "latest" else None
-        checkpoint.save(self.out / name, record, self.state["params"], optimizer)
+        state = self.trainer.copy(self.state)
+        optimizer = state["optimizer"] if name == "latest" else None
+        self.saver.submit(checkpoint.save, self.out / name, record, state["params"], optimizer)
+
+    def _write(self, **fields: Any) -> None:
+        elapsed = round(time.monotonic() - self.began, 2)
+        self.log.write(self.step, elapsed_s=elapsed, **fields)
 
     def _circumstances(self) -> dict[str, Any]:
         return {
@@ -231,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = override_resumed(TrainConfig.from_dict(record.train), typed)
         else:
             config = dataclasses.replace(preset, **typed)
-        run = Run(config, resume=resume)
+        run = Run(config, resume=resume, began=models.IMPORTED_S)
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

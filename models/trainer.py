@@ -12,6 +12,7 @@ batch and adds up the gradients. A dropout mask is the same however many there a
 from __future__ import annotations
 
 import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -89,6 +90,8 @@ class Trainer:
         train: `(state, batches [K, B, T + 1], count) -> (state, mean loss)`; runs the first `count`
             of the batches and gives the old state's memory to the new one.
         evaluate: `(params, batches [N, B, T + 1]) -> mean loss`, without dropout.
+        learning_rate: `(step) -> rate` of the schedule, both fp32.
+        copy: `state -> state` in memory of its own, which `train` leaves alone.
         state_shapes: shapes and dtypes of a state.
         state_sharding: where a state that was loaded must be put.
         graph: the model without its arrays; `nnx.merge(graph, params)` is the model.
@@ -112,15 +115,45 @@ class Trainer:
             out_shardings=whole,
         )
         self.evaluate = jax.jit(self._evaluate, in_shardings=(whole, split))
-        self.state_sharding = whole
-        shape = (config.steps_per_dispatch, config.batch_size, config.context_length + 1)
-        self.state_shapes = jax.eval_shape(self.new_state)
-        jax.eval_shape(
-            self.train,
-            self.state_shapes,
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-            jax.ShapeDtypeStruct((), jnp.int32),
+        self.learning_rate = jax.jit(make_schedule(config))
+        self.copy = jax.jit(
+            functools.partial(jax.tree.map, jnp.copy), in_shardings=whole, out_shardings=whole
         )
+        self.state_sharding = whole
+        self.state_shapes = jax.eval_shape(self.new_state)
+        jax.eval_shape(self.train, *self._train_arguments())
+
+    def compile_ahead(self) -> list[Future[Any]]:
+        """Begins to compile what a run needs, all at the same time, in threads.
+
+        JAX finds the programs when they are called; a call before that would compile them again.
+
+        Returns:
+            What to wait for.
+        """
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        windows = self._window_shapes(self.config.eval_batches)
+        pool = ThreadPoolExecutor()
+        # Lowered one after another, under the caller's settings; first what takes longest.
+        compiled = [
+            pool.submit(function.lower(*arguments).compile)
+            for function, arguments in (
+                (self.train, self._train_arguments()),
+                (self.evaluate, (self.state_shapes["params"], windows)),
+                (self.copy, (self.state_shapes,)),
+                (self.learning_rate, (number,)),
+            )
+        ]
+        pool.shutdown(wait=False)
+        return compiled
+
+    def _train_arguments(self) -> tuple[Any, ...]:
+        windows = self._window_shapes(self.config.steps_per_dispatch)
+        return self.state_shapes, windows, jax.ShapeDtypeStruct((), jnp.int32)
+
+    def _window_shapes(self, count: int) -> jax.ShapeDtypeStruct:
+        shape = (count, self.config.batch_size, self.config.context_length + 1)
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def _new_model(self) -> MiniGPT:
         return MiniGPT(self.model_config, rngs=nnx.Rngs(self.config.seed))

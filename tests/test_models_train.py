@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import models
 from models import checkpoint, report, train, trainer
 from models.settings import PRESETS, SHAPE_FIELDS, TrainConfig, make_parser
 from models.train import Run
@@ -155,6 +157,9 @@ def test_the_command_leaves_a_log_a_picture_checkpoints_and_a_sample(config, cap
     assert [row["step"] for row in rows if "val_loss" in row] == [0, 10, 20]
     assert [row["step"] for row in rows if "train_loss" in row] == [4, 8, 10, 14, 18, 20]
     assert all(row["learning_rate"] > 0 for row in rows if "train_loss" in row)
+    elapsed = [row["elapsed_s"] for row in rows]
+    assert elapsed == sorted(elapsed)
+    assert 0 < elapsed[0] < elapsed[-1] <= time.monotonic() - models.IMPORTED_S
     record = checkpoint.load_record(folder / "latest")
     assert record.train["steps"] == 20
     assert record.model["vocab_size"] == len(set(TEXT))
@@ -168,6 +173,51 @@ def test_a_resumed_log_has_every_step_once(config):
     run.train()
     steps = [row["step"] for row in run.log.rows() if "train_loss" in row]
     assert steps == [4, 8, 10, 14, 18, 20]
+
+
+def test_programs_are_compiled_ahead_and_once(config):
+    compiled = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run = Run(dataclasses.replace(config, width=16))  # unlike in the other tests
+        for program in run.compiled:
+            program.result()
+        assert len(compiled) == 5  # training, validation, the state and its copy, the schedule
+        assert run.train()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == 5
+
+
+def test_training_leaves_a_copy_alone(straight):
+    state = straight.trainer.new_state()
+    copy = straight.trainer.copy(state)
+    addresses = [
+        {leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+        for tree in (state, copy)
+    ]
+    assert not set.intersection(*addresses)
+    assert_same_bits(copy, state)
+
+
+def test_a_checkpoint_that_cannot_be_saved_ends_the_run(config, monkeypatch):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint, "save", fail)
+    with pytest.raises(OSError, match="no space left"):
+        Run(config).train()
+
+
+def test_the_log_counts_from_when_it_is_told_that_the_run_began(config):
+    run = Run(dataclasses.replace(config, stop_at=4), began=time.monotonic() - 1000.0)
+    assert run.train()
+    assert all(1000.0 <= row["elapsed_s"] < 2000.0 for row in run.log.rows())
 
 
 def test_a_new_run_moves_the_old_one_aside(config):
