@@ -21,6 +21,9 @@ from bench.cases import Case
 
 Array = jax.Array
 
+# Compiler options: XLA would try a hundred kernels for each matrix product.
+RUN_ONCE = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
 _CHUNK_ROWS = 1024
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -97,12 +100,7 @@ def _errors(parts: list[dict[str, Any]], right: list[dict[str, Any]]) -> dict[st
     return {name: error(name) for name in parts[0]}
 
 
-# XLA would try a hundred kernels for each matrix product, and they run once.
-@functools.partial(
-    jax.jit,
-    static_argnames=("dtype",),
-    compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
-)
+@functools.partial(jax.jit, static_argnames=("dtype",), compiler_options=RUN_ONCE)
 def _results(
     q: Array,
     k: Array,

@@ -19,7 +19,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from bench.cases import Case
 from bench.results import OURS, Row
 
 _COMPILER_THREADS = 8
+_REFERENCE = "reference"  # among the implementations of a case
 _OUR_PACKAGE = OURS.partition(".")[0]
 
 # The suites that are modules of their own.
@@ -115,6 +116,16 @@ def has_gpu() -> bool:
         file=sys.stderr,
     )
     return False
+
+
+def in_threads[K, T](tasks: Mapping[K, Callable[[], T]]) -> dict[K, concurrent.futures.Future[T]]:
+    """Runs all tasks and waits; a future holds what its task gave, or raises what it raised.
+
+    For compilation: XLA compiles without Python's lock, and its autotuning, which runs on the GPU,
+    is over when something is timed.
+    """
+    with concurrent.futures.ThreadPoolExecutor(_COMPILER_THREADS) as pool:
+        return {key: pool.submit(task) for key, task in tasks.items()}
 
 
 def _saving(arguments: argparse.Namespace) -> tuple[Callable[[results.Run], None], Path | None]:
@@ -208,20 +219,20 @@ class _Suite:
         if not self._arguments.quick:
             self._measure_python()
         print(f"{time.perf_counter() - start:.0f} s so far; compiling", flush=True)
-        with concurrent.futures.ThreadPoolExecutor(_COMPILER_THREADS) as pool:
-            programs = {
-                case: [pool.submit(self._compile, case, impl) for impl in self._impls]
-                for case in self._cases
-            }
-            references = {case: pool.submit(self._reference, case) for case in self._cases}
-            # All of it first: XLA's autotuning, and the references, run on the GPU.
-            pool.shutdown(wait=True)
+        tasks: dict[tuple[Case, str], Callable[[], Any]] = {
+            (case, impl): functools.partial(self._compile, case, impl)
+            for case in self._cases
+            for impl in self._impls
+        }
+        for case in self._cases:
+            tasks[case, _REFERENCE] = functools.partial(self._reference, case)
+        done = in_threads(tasks)
         print(f"compiled and referenced after {time.perf_counter() - start:.0f} s", flush=True)
         for case in self._cases:
-            done = len(self.rows)
-            compiled = [future.result() for future in programs.pop(case)]
-            self._measure(case, compiled, references.pop(case).result())
-            for row in self.rows[done:]:
+            printed = len(self.rows)
+            programs = {impl: done.pop((case, impl)) for impl in self._impls}
+            self._measure(case, programs, done.pop((case, _REFERENCE)).result())
+            for row in self.rows[printed:]:
                 print(_line(row, self._meta.matmul_tflops), flush=True)
             save(self.result)
         print(f"measured after {time.perf_counter() - start:.0f} s")
@@ -273,14 +284,11 @@ class _Suite:
         for row in self.rows:
             print(_line(row, self._meta.matmul_tflops), flush=True)
 
-    def _compile(self, case: Case, impl: str) -> _Program | Exception:
+    def _compile(self, case: Case, impl: str) -> _Program:
         from bench import peers
 
-        try:
-            function = peers.IMPLEMENTATIONS[impl](case)
-            return _Program(case, impl, *_compiled(case, function, self._modes))
-        except Exception as error:  # one that cannot is a line of the table
-            return error
+        function = peers.IMPLEMENTATIONS[impl](case)
+        return _Program(case, impl, *_compiled(case, function, self._modes))
 
     def _reference(self, case: Case) -> Any:
         from bench import accuracy
@@ -292,7 +300,10 @@ class _Suite:
         return None if self._modes == ("fwd",) else _random(case.shapes[0], case.dtype, seed=1)
 
     def _measure(
-        self, case: Case, programs: Sequence[_Program | Exception], reference: Any
+        self,
+        case: Case,
+        programs: Mapping[str, concurrent.futures.Future[_Program]],
+        reference: Any,
     ) -> None:
         """Checks and times one case."""
         from bench import timing
@@ -301,15 +312,14 @@ class _Suite:
         calls: dict[str, dict[str, timing.Call]] = {mode: {} for mode in self._modes}
         judged: dict[tuple[str, str], tuple[float, bool]] = {}
         notes: dict[str, str | None] = {}
-        for impl, program in zip(self._impls, programs, strict=True):
+        for impl, future in programs.items():
             try:
-                if isinstance(program, Exception):
-                    raise program
+                program = future.result()
                 notes[impl] = program.note
                 for mode, call in _calls(program, args, do).items():
                     judged[impl, mode] = reference.judge(_named(mode, call()))
                     calls[mode][impl] = call
-            except Exception as error:
+            except Exception as error:  # one that cannot is a line of the table
                 for mode in self._modes:
                     calls[mode].pop(impl, None)
                     self._fail(case, impl, mode, error)

@@ -8,8 +8,11 @@ plain call is in fp32, beside XLA with its highest precision.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
-from bench import peers, results, run, timing
+from bench import accuracy, peers, results, run, timing
 from bench.cases import Case
 from bench.results import OURS, Row
 
@@ -38,6 +41,7 @@ _FP32_FACTOR = 2.0  # times the error of plain JAX in fp32, of each array
 _BLOCK = 128  # of the block-structured mask
 _IMPLEMENTATION = "mosaic"
 _PEERS = ("cudnn", "xla", "tokamax")
+_REFERENCE = "reference"  # among the implementations of a part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,59 +90,97 @@ def terms(case: Case) -> dict[str, Term]:
     }
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """One term in one mode: the rows that are timed in turns.
+
+    Attributes:
+        name: of the rows' case.
+        case: the call.
+        term: what it has besides.
+        mode: of :data:`MODES`.
+        arrays: query, key, value, and the keywords that get a gradient too.
+        do: the gradient that comes in.
+    """
+
+    name: str
+    case: Case
+    term: Term
+    mode: str
+    arrays: tuple[Any, ...]
+    do: Array
+
+
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Checks ours and times everything, one term after another."""
+    """Compiles everything, then checks ours and times all, one term after another."""
     jax.config.update("jax_enable_compilation_cache", False)
-    for case, of_case in ((CASE, terms(CASE)), (FP32_CASE, {"nothing": Term({}, {})})):
-        chosen = {
-            name: term
-            for name, term in of_case.items()
-            if any(part in f"{case.name}, {name}" for part in arguments.cases or [""])
-        }
-        if chosen:
-            yield from _measure_case(case, chosen, arguments)
-
-
-def _measure_case(
-    case: Case, of_case: dict[str, Term], arguments: argparse.Namespace
-) -> Iterator[Row]:
-    """Likewise of one call."""
+    start = time.perf_counter()
+    impls = (OURS, *peers.chosen(arguments.peers, _PEERS))
+    if "tokamax" in impls:
+        with contextlib.suppress(peers.AbsentError):  # a line of the table, below
+            peers.tokamax(CASE)  # loads it, which threads had better not do at once
+    parts = [
+        part
+        for case, of_case in ((CASE, terms(CASE)), (FP32_CASE, {"nothing": Term({}, {})}))
+        for part in _parts(case, of_case)
+        if any(text in part.name for text in arguments.cases or [""])
+    ]
+    tasks: dict[tuple[_Part, str], Callable[[], Any]] = {}
+    for part in parts:
+        for impl, (attend, keywords) in _ways(part.case, part.term).items():
+            if impl in impls:
+                facts = (attend, keywords, part.mode, part.arrays, part.do)
+                tasks[part, impl] = functools.partial(_call, *facts)
+        facts = (part.term, part.mode, part.arrays, part.do)
+        tasks[part, _REFERENCE] = functools.partial(_compile_reference, *facts)
+    done = run.in_threads(tasks)
+    print(f"compiled {len(tasks)} programs in {time.perf_counter() - start:.0f} s", flush=True)
     rounds = {"rounds": 2, "iterations": 3} if arguments.quick else _TIMING
-    chosen_peers = peers.chosen(arguments.peers, _PEERS)
+    for part in parts:
+        yield from _measure(part, {impl: x for (of, impl), x in done.items() if of is part}, rounds)
+
+
+def _parts(case: Case, of_case: dict[str, Term]) -> Iterator[_Part]:
+    """The terms of a call, each in the modes where it says something."""
     query, key, value = run.inputs(case)
     do = jax.random.normal(jax.random.key(1), case.shapes[0], case.dtype)
-    for term_name, term in of_case.items():
-        name = f"{case.name}, {term_name}"
+    for name, term in of_case.items():
+        arrays = (query, key, value, {x: term.ours[x] for x in term.wanted})
         for mode in MODES[1:] if term.wanted else MODES:
-            calls: dict[str, timing.Call] = {}
-            judged: dict[str, tuple[float, bool]] = {}
-            notes: dict[str, str | None] = {}
-            for impl, (attend, keywords) in _ways(case, term).items():
-                if impl not in (OURS, *chosen_peers):
-                    continue
-                try:
-                    arrays = (query, key, value, {x: keywords[x] for x in term.wanted})
-                    call, notes[impl] = _call(attend, keywords, mode, arrays, do)
-                    jax.block_until_ready(call())
-                    if impl == OURS:
-                        judged[impl] = _judge(term, mode, arrays, do, call())
-                    calls[impl] = call
-                except Exception as error:  # one that cannot is a line of the table
-                    yield results.failure(name, impl, mode, error)
-            for impl, time_us in timing.kernel_times_us(calls, **rounds).items():
-                if isinstance(time_us, Exception):
-                    yield results.failure(name, impl, mode, time_us)
-                    continue
-                error, is_good = judged.get(impl, (None, True))
-                yield Row(
-                    case=name,
-                    impl=impl,
-                    mode=mode,
-                    time_us=round(time_us, 2),
-                    tflops=round(case.flops(mode) / time_us / 1e6, 1),
-                    error=None if error is None else float(f"{error:.2g}"),
-                    note=notes[impl] if is_good else results.INACCURATE,
-                )
+            yield _Part(f"{case.name}, {name}", case, term, mode, arrays, do)
+
+
+def _measure(
+    part: _Part, done: dict[str, concurrent.futures.Future[Any]], rounds: dict[str, int]
+) -> Iterator[Row]:
+    """Checks ours and times everything that computes the part."""
+    reference = done.pop(_REFERENCE)
+    calls: dict[str, timing.Call] = {}
+    judged: dict[str, tuple[float, bool]] = {}
+    notes: dict[str, str | None] = {}
+    for impl, future in done.items():
+        try:
+            call, notes[impl] = future.result()
+            got = jax.block_until_ready(call())
+            if impl == OURS:
+                judged[impl] = _judge(reference.result(), got)
+            calls[impl] = call
+        except Exception as error:  # one that cannot is a line of the table
+            yield results.failure(part.name, impl, part.mode, error)
+    for impl, time_us in timing.kernel_times_us(calls, **rounds).items():
+        if isinstance(time_us, Exception):
+            yield results.failure(part.name, impl, part.mode, time_us)
+            continue
+        error, is_good = judged.get(impl, (None, True))
+        yield Row(
+            case=part.name,
+            impl=impl,
+            mode=part.mode,
+            time_us=round(time_us, 2),
+            tflops=round(part.case.flops(part.mode) / time_us / 1e6, 1),
+            error=None if error is None else float(f"{error:.2g}"),
+            note=notes[impl] if is_good else results.INACCURATE,
+        )
 
 
 def _ways(case: Case, term: Term) -> dict[str, tuple[Callable[..., Array], dict[str, Any]]]:
@@ -178,54 +220,72 @@ def _call(
     mode: str,
     arrays: tuple[Any, ...],
     do: Array,
+    *,
+    dtype: str | None = None,
 ) -> tuple[timing.Call, str | None]:
     """What is timed, and a note about it.
 
-    ``arrays`` are query, key, value and the keywords that get a gradient too.
+    ``arrays`` are query, key, value and the keywords that get a gradient too. With a ``dtype`` it
+    is a reference, which is not timed: they and ``do`` are cast to it first.
     """
     fixed = {name: x for name, x in keywords.items() if name not in arrays[3]}
     traced = {name: x for name, x in fixed.items() if isinstance(x, jax.Array)}
     static = {name: x for name, x in fixed.items() if name not in traced}
 
-    def forward(q: Array, k: Array, v: Array, wanted: Any, traced: Any) -> Array:
+    def cast(tree: Any) -> Any:
+        return tree if dtype is None else jax.tree.map(lambda x: x.astype(dtype), tree)
+
+    def attend_to(q: Array, k: Array, v: Array, wanted: Any, traced: Any) -> Array:
         return attend(q, k, v, **wanted, **traced, **static)
 
+    def forward(arrays: Any, traced: Any) -> Array:
+        return attend_to(*cast(arrays), traced)
+
     def both(do: Array, arrays: Any, traced: Any) -> Any:
-        out, pullback = jax.vjp(lambda *arrays: forward(*arrays, traced), *arrays)
-        return out, *pullback(do)
+        out, pullback = jax.vjp(lambda *arrays: attend_to(*arrays, traced), *cast(arrays))
+        return out, *pullback(cast(do))
 
-    if mode == "fwd":
-        args: tuple[Any, ...] = (*arrays, traced)
-        return timing.Call(jax.jit(forward).lower(*args).compile(), args), None
-    args = (do, arrays, traced)
-    note = run.gradient_note(both, *args)
-    return timing.Call(jax.jit(both).lower(*args).compile(), args), note
+    function, args = (forward, (arrays, traced)) if mode == "fwd" else (both, (do, arrays, traced))
+    lowered = jax.jit(function).lower(*args)
+    if dtype is not None:
+        return timing.Call(lowered.compile(accuracy.RUN_ONCE), args), None
+    note = None if mode == "fwd" else run.gradient_note(function, *args)
+    return timing.Call(lowered.compile(), args), note
 
 
-def _judge(
-    term: Term, mode: str, arrays: tuple[Any, ...], do: Array, got: Any
-) -> tuple[float, bool]:
-    """The largest relative error of ours, in the Euclidean norm, and whether it will do."""
+def _compile_reference(
+    term: Term, mode: str, arrays: tuple[Any, ...], do: Array
+) -> tuple[timing.Call, timing.Call | None]:
+    """What is right, and what plain JAX gives in the same precision if that is fp32."""
 
-    def plain(implementation: str, dtype: str) -> Any:
+    def plain(implementation: str, dtype: str) -> timing.Call:
         attend = functools.partial(jax_flash.dot_product_attention, implementation=implementation)
-        cast = jax.tree.map(lambda x: x.astype(dtype), (arrays, do))
-        return _call(attend, term.ours, mode, *cast)[0]()
-
-    @jax.jit
-    def distance(x: Array, want: Array) -> Array:
-        x = x.astype(want.dtype)
-        return jnp.linalg.norm((x - want).ravel()) / jnp.linalg.norm(want.ravel())
-
-    def errors(got: Any, want: Any) -> list[float]:
-        return list(map(float, jax.tree.leaves(jax.tree.map(distance, got, want))))
+        return _call(attend, term.ours, mode, arrays, do, dtype=dtype)[0]
 
     if do.dtype != jnp.float32:
-        found = errors(got, plain("chunked", "float32"))
-        return max(found), max(found) <= _TOLERANCE
-    of_xla = plain("xla", "float32")
+        return plain("chunked", "float32"), None
     with jax.enable_x64(True):
-        want = plain("chunked", "float64")
-        found, allowed = errors(got, want), errors(of_xla, want)
-    pairs = zip(found, allowed, strict=True)
-    return max(found), all(error <= _FP32_FACTOR * of_plain for error, of_plain in pairs)
+        right = plain("chunked", "float64")
+    return right, plain("xla", "float32")
+
+
+def _judge(reference: tuple[timing.Call, timing.Call | None], got: Any) -> tuple[float, bool]:
+    """The largest relative error of ours, in the Euclidean norm, and whether it will do."""
+    right, plain = reference
+
+    def errors(got: Any) -> list[float]:
+        return list(map(float, jax.tree.leaves(jax.tree.map(_distance, got, want))))
+
+    with jax.enable_x64(True):  # or what is fp64 would be cut
+        want = right()
+        found = errors(got)
+        if plain is None:
+            return max(found), max(found) <= _TOLERANCE
+        pairs = zip(found, errors(plain()), strict=True)
+        return max(found), all(error <= _FP32_FACTOR * of_plain for error, of_plain in pairs)
+
+
+@jax.jit
+def _distance(x: Array, want: Array) -> Array:
+    x = x.astype(want.dtype)
+    return jnp.linalg.norm((x - want).ravel()) / jnp.linalg.norm(want.ravel())

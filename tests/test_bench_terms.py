@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import results, run, terms
+from bench import peers, results, run, terms, timing
 from bench.cases import Case
 from bench.results import OURS
 from tests.gpu_bench import pretend, ran
@@ -69,6 +69,30 @@ def test_fp32_is_timed_beside_xla(tmp_path):
         assert row.error is None or 1e-9 < row.error < 1e-6  # of fp64, not of itself
 
 
+@pytest.mark.usefixtures("on_a_gpu")
+def test_all_is_compiled_before_anything_is_timed_and_what_cannot_be_is_a_line(
+    tmp_path, monkeypatch
+):
+    def broken(*_, **__):
+        raise RuntimeError("out of luck")
+
+    events = []
+
+    def noted(event, function):
+        return lambda *args, **keywords: events.append(event) or function(*args, **keywords)
+
+    monkeypatch.setitem(peers.IMPLEMENTATIONS, "xla", lambda case: broken)
+    monkeypatch.setattr(terms, "_call", noted("compiled", terms._call))
+    monkeypatch.setattr(timing, "kernel_times_us", noted("timed", timing.kernel_times_us))
+    out = tmp_path / "terms.json"
+    assert ran("terms", "--cases", "fp32", "--peers", "xla", "--out", str(out)) == 0
+    per_mode = 4  # ours, XLA and two references
+    assert events == ["compiled"] * per_mode * len(terms.MODES) + ["timed"] * len(terms.MODES)
+    rows = results.read(out).rows
+    notes = [(row.impl, row.note) for row in rows]
+    assert notes == [("xla", "RuntimeError: out of luck"), (OURS, None)] * len(terms.MODES)
+
+
 def test_xla_does_not_multiply_in_tf32():
     attend, keywords = terms._ways(SMALL_FP32, terms.Term({}, {}))["xla"]
     x = jax.ShapeDtypeStruct(SMALL_FP32.shapes[0], "float32")
@@ -88,11 +112,12 @@ def test_fp32_may_be_twice_as_wrong_as_xla(mode):
     attend = terms._ways(SMALL_FP32, term)[OURS][0]
     attend = functools.partial(attend, implementation="chunked")
     got = terms._call(attend, {}, mode, arrays, do)[0]()
-    error, is_good = terms._judge(term, mode, arrays, do, got)
+    reference = terms._compile_reference(term, mode, arrays, do)
+    error, is_good = terms._judge(reference, got)
     assert is_good
     assert 1e-9 < error < 1e-6
     *leaves, last = jax.tree.leaves(got)
     off = jax.tree.unflatten(jax.tree.structure(got), [*leaves, last * np.float32(1.0 + 1e-5)])
-    error, is_good = terms._judge(term, mode, arrays, do, off)
+    error, is_good = terms._judge(reference, off)
     assert not is_good
     assert 9e-6 < error < 2e-5
