@@ -22,7 +22,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +113,7 @@ class EngineConfig:
         return sorted(shape for shape in shapes if shape[0] <= self.max_batch_size)
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """One token of one text.
 
     Attributes:
@@ -414,17 +413,19 @@ class Engine:
         for launched in self._in_flight:
             tokens, bits = np.array(launched.result)
             self._read_results.setdefault(launched.call.shape[0], []).append(launched.result)
-            logprobs = bits.view(np.float32)
-            for i, row in enumerate(launched.call.rows):
+            now, logprobs = self.metrics.clock(), bits.view(np.float32)
+            rows = zip(launched.call.rows, tokens.tolist(), logprobs.tolist(), strict=False)
+            for row, token, logprob in rows:
                 text = self._texts.get(row.sequence)  # None: it ended, or was cancelled, meanwhile
                 if row.draw is not None and text is not None:
-                    outputs.append(self._take(text, int(tokens[i]), float(logprobs[i])))
+                    outputs.append(self._take(text, token, logprob, now))
         self._in_flight = []
         return outputs
 
-    def _take(self, text: _Text, token: int, logprob: float) -> Output:
+    def _take(self, text: _Text, token: int, logprob: float, now: float) -> Output:
         sequence, params = text.sequence, text.sequence.params
-        text.last_token_s = self.metrics.token(text.submitted_s, text.last_token_s)
+        self.metrics.token(now, text.submitted_s, text.last_token_s)
+        text.last_token_s = now
         piece, reason = "", None
         if token < 0:
             reason = "error"

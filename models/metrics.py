@@ -31,15 +31,13 @@ class Metrics:
         self._pages: deque[float] = deque(maxlen=KEPT)
         self._waste: deque[float] = deque(maxlen=KEPT)
 
-    def token(self, submitted_s: float, last_s: float | None) -> float:
-        """Counts a token that was read just now; returns the time."""
-        now = self.clock()
+    def token(self, now_s: float, submitted_s: float, last_s: float | None) -> None:
+        """Counts a token that was read now, of a request, and the one before it."""
         self.generated_tokens += 1
         if last_s is None:
-            self._first_s.append(now - submitted_s)
+            self._first_s.append(now_s - submitted_s)
         else:
-            self._between_s.append(now - last_s)
-        return now
+            self._between_s.append(now_s - last_s)
 
     def finish(self, reason: str) -> None:
         """Counts the end of a text."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import abc, deque
+from typing import NamedTuple
 
 from jax_flash import BlockManager, OutOfPagesError
 from models import sampling
@@ -110,7 +111,7 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Tokens to compute before the next one can be drawn; 0 when the last one is drawn."""
-        more = self.num_drawn < self.params.max_new_tokens
+        more = self.length - self.prompt_length < self.params.max_new_tokens
         return self.length - self.computed if more else 0
 
     @property
@@ -119,8 +120,7 @@ class Sequence:
         return (self.params.seed + self.choice) % SEEDS
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One sequence in one call.
 
     Attributes:
@@ -223,8 +223,11 @@ class Scheduler:
             return None
         if self.num_preempted == num_preempted:  # else the same one would come back at once
             self._admit()
-        decodes = [sequence for sequence in self.running if sequence.pending == 1]
-        prompts = [sequence for sequence in self.running if sequence.pending > 1]
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            if pending := sequence.pending:
+                (decodes if pending == 1 else prompts).append(sequence)
         calls = []
         if decodes:
             size = next(size for size in self.batch_sizes if size >= len(decodes))
@@ -251,6 +254,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Lets waiting sequences in, in order, while there are slots, pages and tokens left."""
+        if not self.waiting or not self._free_slots:
+            return
         tokens = sum(sequence.pending for sequence in self.running)
         for sequence in list(self.waiting):
             if not self._free_slots or tokens >= self.token_budget:
@@ -295,13 +300,13 @@ class Scheduler:
             self._copies[target] = source
 
     def _advance(self, sequence: Sequence, count: int) -> Row:
-        start, draw = sequence.computed, None
+        start, draw, page_size = sequence.computed, None, self.blocks.page_size
         tokens = sequence.tokens[start : start + count] or [-1]
-        sequence.computed += count
+        sequence.computed = end = start + count
         # A page is registered with the first token after it: by then all of its own are known.
-        if (sequence.computed - 1) // self.blocks.page_size > (start - 1) // self.blocks.page_size:
-            self.blocks.register(sequence, sequence.tokens[: sequence.computed])
-        if sequence.computed == sequence.length:
+        if (end - 1) // page_size > (start - 1) // page_size:
+            self.blocks.register(sequence, sequence.tokens[:end])
+        if end == sequence.length:
             draw = sequence.num_drawn + sequence.params.first_draw
             sequence.length += 1
         return Row(sequence, tokens, start, draw)

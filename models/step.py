@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,7 +125,7 @@ def _padding(num_slots: int) -> np.ndarray:
     return fields
 
 
-def pack(call: Call, tables: list[Any], max_pages: int, num_slots: int) -> np.ndarray:
+def pack(call: Call, tables: Sequence[Sequence[int]], max_pages: int, num_slots: int) -> np.ndarray:
     """The rows of a call as one array; rows of padding compute nothing and draw to no slot.
 
     Args:
@@ -139,9 +140,8 @@ def pack(call: Call, tables: list[Any], max_pages: int, num_slots: int) -> np.nd
     num_rows, num_tokens = call.shape
     packed = np.zeros((num_rows, num_tokens + max_pages + len(FIELDS)), np.int32)
     packed[len(call.rows) :, -len(FIELDS) :] = _padding(num_slots)
-    for i, (row, table) in enumerate(zip(call.rows, tables, strict=True)):
-        packed[i, : len(row.tokens)] = row.tokens
-        packed[i, num_tokens : num_tokens + len(table)] = table
+    _fill(packed[:, :num_tokens], [row.tokens for row in call.rows])
+    _fill(packed[:, num_tokens : num_tokens + max_pages], tables)
     rows, drawing = call.rows, [row.draw is not None for row in call.rows]
     params = [row.sequence.params for row in rows]
 
@@ -159,6 +159,14 @@ def pack(call: Call, tables: list[Any], max_pages: int, num_slots: int) -> np.nd
     fill("top_k", [min(one.top_k or 0, _MOST) for one in params])
     fill("top_p", [1.0 if one.top_p is None else one.top_p for one in params], np.float32)
     return packed
+
+
+def _fill(columns: np.ndarray, rows: Sequence[Sequence[int]]) -> None:
+    """Writes the beginnings of the first rows, all at once."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    is_written = np.arange(columns.shape[1]) < lengths[:, None]
+    values = itertools.chain.from_iterable(rows)
+    columns[: len(rows)][is_written] = np.fromiter(values, np.int32, lengths.sum())
 
 
 @functools.partial(

@@ -51,12 +51,9 @@ def test_what_may_begin_a_stop_string_is_held_back():
 
 
 def test_metrics_time_first_tokens_and_gaps():
-    now = [10.0]
-    metrics = Metrics(clock=lambda: now[0])
-    now[0] = 10.5
-    last = metrics.token(submitted_s=10.0, last_s=None)
-    now[0] = 10.75
-    metrics.token(10.0, last)
+    metrics = Metrics()
+    metrics.token(10.5, submitted_s=10.0, last_s=None)
+    metrics.token(10.75, submitted_s=10.0, last_s=10.5)
     metrics.step(0.25, 0.5, None)
     metrics.step(0.25, 0.0, 0.1)
     metrics.finish("stop")
