@@ -68,6 +68,7 @@ from pallas_kernels.backward_body import scratch_tree
 from pallas_kernels.backward_config import GROUPS, BackwardConfig, default_config, head_group
 from pallas_kernels.backward_layouts import OwnGradients, OwnKeys
 from pallas_kernels.backward_terms import Wanted
+from pallas_kernels.backward_tiles import QUERY_BOUNDS
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
 from pallas_kernels.split import split
@@ -137,9 +138,9 @@ def attention_backward(
         num_blocks = 1  # adding to dq is not atomic there
     surplus = -problem.q_len % config.block_q
     if not mask.has_static_ranges:
-        bounds = mask.row_ranges(problem.q_len, problem.kv_len)
-        for name, rows in zip(("row_start", "row_end"), bounds, strict=True):
-            inputs[name] = jnp.pad(jnp.asarray(rows), ((0, 0), (0, surplus)))
+        num_keys = num_kv_tiles * config.block_kv
+        bounds = schedules.find_query_bounds(mask, problem.q_len, problem.kv_len, num_keys)
+        inputs |= dict(zip(QUERY_BOUNDS, bounds, strict=True))
     if mask.q_segments is not None and mask.kv_segments is not None:
         inputs["q_segments"] = jnp.pad(mask.q_segments, ((0, 0), (0, surplus)))
         kv_surplus = -problem.kv_len % config.block_kv

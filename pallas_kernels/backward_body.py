@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import schedule as schedules
 from pallas_kernels import tiles
 from pallas_kernels.backward_config import GROUPS, BackwardConfig
-from pallas_kernels.backward_tiles import KEY_SUMS, ROWS, Step, Tiles
+from pallas_kernels.backward_tiles import KEY_SUMS, QUERY_BOUNDS, ROWS, Step, Tiles
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops, loop_between
 
@@ -71,6 +71,9 @@ def scratch_tree(
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
     dropout = problem.dropout_rate > 0.0
+    # The parts of fp32 leave no room.
+    has_bounds = not problem.mask.has_static_ranges and problem.parts == 1
+    bounds_shape = (len(QUERY_BOUNDS), block_kv)
     tree = {
         "k_s": buffer(1, block_kv, d),
         "v_s": buffer(1, block_kv, dv),
@@ -80,7 +83,8 @@ def scratch_tree(
         "delta_s": plgpu.SMEM((config.do_stages, block_q), jnp.float32),
         "ds_s": buffer(stages, block_q // ROWS, block_kv, ROWS),
         "dq_s": tiles.buffer((GROUPS, ROWS, config.dq_columns or dq_shape[1]), jnp.float32),
-        "k_full": barriers(arrivals=problem.parts),
+        "query_bounds_s": plgpu.SMEM(bounds_shape, jnp.int32) if has_bounds else None,
+        "k_full": barriers(arrivals=problem.parts + len(QUERY_BOUNDS) * has_bounds),
         "v_full": barriers(arrivals=problem.parts),
         "kv_empty": barriers(),
         # Q, lse and row keys
@@ -237,6 +241,9 @@ class Kernel(Tiles):
         for x in ("k", "v"):
             target, full = refs[f"{x}_s"].at[0], refs[f"{x}_full"].at[0]
             self.ops.copy_operand(refs[x], (batch, keys, kv_head), target, full)
+        for place, name in enumerate(QUERY_BOUNDS if "query_bounds_s" in refs else ()):
+            source, target = self.of_batch(name, batch).at[keys], refs["query_bounds_s"].at[place]
+            plgpu.copy_gmem_to_smem(source, target, refs["k_full"].at[0])
 
         def load_tile(turn: Any, at: tuple[Any, ...], row: Any) -> None:
             load("q", of_queries, remainder(turn, config.q_stages), at, row)

@@ -27,6 +27,7 @@ Array = jax.Array
 Ref = Any
 
 ROWS = tiles.WARPGROUP_ROWS
+QUERY_BOUNDS = ("query_start", "query_end")  # of keys, where they are known at run time only
 KEY_SUMS = ("dbias_keys", "dslopes")  # gradients of terms that are sums over queries
 
 
@@ -110,29 +111,39 @@ class Tiles:
         self.value_scale = 1.0 / (1.0 - problem.dropout_rate)
         self.warpgroup = lax.axis_index("warpgroup")
 
-    def bounds(self, batch: Any, row: Any, count: int) -> tiles.RowBounds:
-        """What ``count`` queries see."""
-        mask, rows = self.problem.mask, pl.ds(row, count)
-        if "row_start" in self.refs:
-            start = self.ops.load_columns(self.of_batch("row_start", batch).at[rows])
-            end = self.ops.load_columns(self.of_batch("row_end", batch).at[rows])
-        else:
-            position = self.ops.column_iota(count) + (row + mask.q_offset)
-            start, end = mask.static_interval(position, self.problem.kv_len)
-            start = None if isinstance(start, int) else start
-        segments = None
-        if mask.q_segments is not None:
-            segments = self.ops.load_columns(self.of_batch("q_segments", batch).at[rows])
-        return tiles.RowBounds(start, end, segments)
+    def hide(self, step: Step, s: Array, row: Any, key: Any) -> Array:
+        """Scores with -inf where a query does not see a key, a boolean mask aside.
 
-    def visible(self, step: Step, row: Any, key: Any, shape: tuple[int, int]) -> Array:
-        """Which of the keys from ``key`` on the queries from ``row`` on see."""
-        segments = None
-        if self.problem.mask.kv_segments is not None:
-            keys = pl.ds(key, shape[0])
-            segments = self.ops.load_rows(self.of_batch("kv_segments", step.batch).at[keys])
-        bounds = self.bounds(step.batch, row, shape[1])
-        return tiles.visible_columns(self.ops, shape, bounds, key, segments)
+        Args:
+            step: the step.
+            s: scores of keys from ``key`` on (rows) and queries from ``row`` on (columns).
+            row: first query.
+            key: first key.
+        """
+        ops, mask, (num_keys, num_queries) = self.ops, self.problem.mask, s.shape
+        of_queries = of_keys = None
+        if mask.q_segments is not None:
+            queries, keys = pl.ds(row, num_queries), pl.ds(key, num_keys)
+            of_queries = ops.load_columns(self.of_batch("q_segments", step.batch).at[queries])
+            of_keys = ops.load_rows(self.of_batch("kv_segments", step.batch).at[keys])
+        if "query_start" in self.refs:
+            # Two numbers a key are 4 in each thread and at hand. Two numbers a query would be 32 from
+            # global memory, for which there are no registers: some are waited for after others.
+            start, end = (
+                ops.load_rows(
+                    self.refs["query_bounds_s"].at[place, pl.ds(key - step.key, num_keys)]
+                    if "query_bounds_s" in self.refs
+                    else self.of_batch(name, step.batch).at[pl.ds(key, num_keys)]
+                )
+                for place, name in enumerate(QUERY_BOUNDS)
+            )
+            return tiles.hide(ops, s, tiles.RowBounds(start, end, of_keys), row, of_queries)
+        position = ops.column_iota(num_queries) + (row + mask.q_offset)
+        start, end = mask.static_interval(position, self.problem.kv_len)
+        start = None if isinstance(start, int) else start
+        bounds = tiles.RowBounds(start, end, of_queries)
+        visible = tiles.visible_columns(ops, s.shape, bounds, key, of_keys)
+        return jnp.where(visible, s, -jnp.inf)
 
     def of_batch(self, name: str, batch: Any) -> Ref:
         """Of an array ``[B|1, ...]`` the element's part."""
@@ -181,8 +192,7 @@ class Tiles:
         s = self.terms.scores(s, rows=given.of_keys, columns=of_queries, bias=given.bias)
 
         def hide() -> Array:
-            seen = jnp.where(self.visible(step, row, key, s.shape), s, -jnp.inf)
-            return self.hide_by_array(step, seen, given, row, key)
+            return self.hide_by_array(step, self.hide(step, s, row, key), given, row, key)
 
         x = s
         if step.masked is True:

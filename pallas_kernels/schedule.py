@@ -34,6 +34,7 @@ Array = jax.Array
 
 MAX_KV_TILES = 2**16 - 1
 _MAX_HOST_TILES = 2**15  # beyond it a Python loop over tiles costs more than it saves
+_FEW_COMPARISONS = 2**20  # of one kernel, which then takes no longer than any other
 _GOLDEN = (5**0.5 - 1) / 2
 _TILE_COST = 1.5  # start and end of a query tile, in key tiles
 
@@ -384,15 +385,16 @@ def find_query_ranges(
     num_kv_tiles = -(-kv_len // block_kv)
     some, every, has_empty = _rows_by_tile(mask, q_len, kv_len, block_q, block_kv)
     xp: Any = np if isinstance(some[0], np.ndarray) else jnp
-    # Running extremes are monotone, so a key tile's query tiles can be searched for.
-    lo = _count_up_to(_running_max(some[1]), num_kv_tiles)
-    hi = xp.maximum(_count_up_to(_running_min(some[0]), num_kv_tiles), lo)
+    kv_tile = np.arange(num_kv_tiles, dtype=np.int32)[None]
+    lo = _first_above(some[1], kv_tile)
+    hi = xp.maximum(_past_last_up_to(some[0], kv_tile), lo)
     if mask.q_segments is None:
-        first_full = _count_up_to(_running_min(every[1]), num_kv_tiles)
-        past_full = _count_up_to(_running_max(every[0]), num_kv_tiles)
+        first_full = _past_last_up_to(every[1], kv_tile)
+        past_full = _first_above(every[0], kv_tile)
         # A NaN in a value must not meet the probabilities of rows that see nothing.
-        first_full = xp.take_along_axis(_next(~has_empty), first_full, axis=1)
-        next_empty = xp.take_along_axis(_next(has_empty), first_full, axis=1)
+        q_tile = np.arange(has_empty.shape[1], dtype=np.int32)
+        first_full = _first_above(xp.where(has_empty, -1, q_tile), first_full - 1)
+        next_empty = _first_above(xp.where(has_empty, q_tile, -1), first_full - 1)
         past_full = xp.minimum(past_full, next_empty)
     else:
         first_full, past_full = _first_run(*every, num_kv_tiles)
@@ -445,6 +447,23 @@ def find_query_visits(
     return visits, QueryRanges(jnp.zeros_like(count), count, count, count)
 
 
+def find_query_bounds(mask: Mask, q_len: int, kv_len: int, num_keys: int) -> tuple[Array, Array]:
+    """Transposes :meth:`Mask.row_ranges`: queries ``start <= i < end`` that see a key.
+
+    For intervals that move forward with their rows, as those of every call do that is not a boolean
+    array or segments. Of the queries between ``start`` and ``end`` all that see anything see the
+    key.
+
+    Returns:
+        start and end, int32 ``[B|1, num_keys]``; ``end <= start`` where none sees the key.
+    """
+    start, end = map(jnp.asarray, mask.row_ranges(q_len, kv_len))
+    sees = start < end
+    key = np.arange(num_keys, dtype=np.int32)[None]
+    first = _first_above(jnp.where(sees, end, 0), key)
+    return first, _past_last_up_to(jnp.where(sees, start, num_keys), key)
+
+
 class _SeenByTile(NamedTuple):
     """By query tile ``[B|1, num_q_tiles]``: key tiles that some row sees, and that all rows see.
 
@@ -483,14 +502,6 @@ def _rows_by_tile(mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: i
     )
 
 
-def _next(condition: Any) -> Any:
-    """``[rows, n + 1]``: the first place from each on where ``condition [rows, n]`` holds, or n."""
-    xp: Any = np if isinstance(condition, np.ndarray) else jnp
-    num = condition.shape[1]
-    places = xp.where(condition, np.arange(num, dtype=np.int32), num)
-    return _running_min(xp.pad(places, ((0, 0), (0, 1)), constant_values=num))
-
-
 def _first_run(full_lo: Array, full_hi: Array, num_kv_tiles: int) -> tuple[Array, Array]:
     """The first run of query tiles for which a key tile is in ``[full_lo, full_hi)``."""
     num_q_tiles = full_lo.shape[1]
@@ -501,25 +512,40 @@ def _first_run(full_lo: Array, full_hi: Array, num_kv_tiles: int) -> tuple[Array
     return first, jnp.where(~full & (q_tile > first[:, None]), q_tile, num_q_tiles).min(axis=1)
 
 
-def _running_max(x: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        return np.maximum.accumulate(x, axis=1)
-    return jax.lax.cummax(x, axis=1)
+def _first_above(x: Any, limits: Any) -> Any:
+    """``[R, num]``: the first place in each row of ``x [R, n]`` with more than a limit, else n.
+
+    By comparisons, with all entries of a short row and with twice the root of n of a long one: a
+    binary search is as many small kernels as it has steps.
+
+    Args:
+        x: int32 ``[R, n]``, NumPy or JAX.
+        limits: int32 ``[R|1, num]``, likewise.
+    """
+    xp: Any = np if isinstance(x, np.ndarray) and isinstance(limits, np.ndarray) else jnp
+    num_rows, n = x.shape
+
+    def first(entries: Any) -> Any:
+        """Of ``[R, 1|num, m]``, or m."""
+        m = entries.shape[2]
+        above = entries > xp.asarray(limits)[:, :, None]
+        return xp.where(above, np.arange(m, dtype=np.int32), np.int32(m)).min(axis=2)
+
+    if n * limits.shape[1] <= _FEW_COMPARISONS:
+        return first(x[:, None])
+    size = 2 ** (n.bit_length() // 2)
+    lowest = np.iinfo(np.int32).min
+    x = xp.pad(x, ((0, 0), (0, -n % size)), constant_values=lowest).reshape(num_rows, -1, size)
+    block = first(x.max(axis=2)[:, None])
+    found = block < x.shape[1]
+    block = xp.minimum(block, x.shape[1] - 1)
+    place = block * size + first(xp.take_along_axis(x, block[:, :, None], axis=1))
+    return xp.where(found, place, np.int32(n))
 
 
-def _running_min(x: Any) -> Any:
-    """The smallest of each entry and those after it."""
-    if isinstance(x, np.ndarray):
-        return np.minimum.accumulate(x[:, ::-1], axis=1)[:, ::-1]
-    return jax.lax.cummin(x, axis=1, reverse=True)
-
-
-def _count_up_to(ascending: Any, num: int) -> Any:
-    """``[rows, num]``: how many entries of each row are at most 0, 1, ..., num - 1."""
-    numbers = np.arange(num, dtype=np.int32)
-    if isinstance(ascending, np.ndarray):
-        return np.stack([np.searchsorted(row, numbers, side="right") for row in ascending])
-    return jax.vmap(lambda row: jnp.searchsorted(row, numbers, side="right"))(ascending)
+def _past_last_up_to(x: Any, limits: Any) -> Any:
+    """``[R, num]``: one past the last place in each row of ``x [R, n]`` with at most a limit."""
+    return x.shape[1] - _first_above(-x[:, ::-1], -1 - limits)
 
 
 def make_for_keys(

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jax_flash import backends, dot_product_attention, explain, ragged_attention, reference
-from jax_flash.mask import Mask
+from jax_flash.mask import Mask, packed_mask
 from pallas_kernels import backend, schedule
 from pallas_kernels import backward_config as kernel_config
 from pallas_kernels.backward_body import Kernel
@@ -486,3 +486,31 @@ def test_twenty_runs_agree(d, interpreted):
 
 if __name__ == "__main__":
     run_without(*sys.argv[1:])
+
+
+def packed(cu_seqlens_q, cu_seqlens_k, is_causal, window):
+    cu_seqlens = (jnp.asarray(x, jnp.int32) for x in (cu_seqlens_q, cu_seqlens_k))
+    return packed_mask(*cu_seqlens, 200, 230, is_causal=is_causal, window=window)
+
+
+IN_ORDER = {name: MASKS[name] for name in ("lengths", "q lengths", "early", "causal window")} | {
+    "packed": packed([0, 50, 50, 51, 190], [0, 60, 70, 75, 230], True, None),
+    "packed window": packed([10, 60, 100, 200], [5, 10, 110, 190], False, (20, 3)),
+    "more queries than keys": packed([0, 90, 150, 199], [0, 20, 60, 60], True, (30, 0)),
+}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_bounds_are_the_queries_that_see_a_key(name, at_once, monkeypatch):
+    """Exactly those, however they are searched for."""
+    monkeypatch.setattr(schedule, "_FEW_COMPARISONS", 2**20 if at_once else 0)
+    q_len, kv_len, num_keys = 200, 230, 256
+    start, end = map(
+        np.asarray, schedule.find_query_bounds(IN_ORDER[name], q_len, kv_len, num_keys)
+    )
+    query = np.arange(q_len)[:, None]
+    inside = (start[:, None] <= query) & (query < end[:, None])
+    visible = np.asarray(IN_ORDER[name].to_array(q_len, kv_len))[:, 0]
+    np.testing.assert_array_equal(inside[..., :kv_len], visible)
+    assert not inside[..., kv_len:].any()
