@@ -266,6 +266,29 @@ def test_layers_that_are_alike_share_their_kernels_in_a_program(remat, monkeypat
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 4
 
 
+@pytest.mark.parametrize("implementation", ["mosaic"])
+def test_kernels_outside_jit_are_compiled_once(implementation):
+    compiled = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    def loss(x):
+        out = dot_product_attention(x, x, x, is_causal=True, implementation=implementation)
+        return jnp.sum(out.astype("float32"))
+
+    x = jnp.asarray(rand(1, 64, 1, 64, dtype="bfloat16", seed=0))
+    for _ in range(2):  # in interpret mode JAX's settings change during the first call
+        gradient = jax.grad(loss)(x)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        assert_same_bits(jax.grad(loss)(x), gradient)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+
+
 def test_strided_and_transposed_inputs_give_the_bits_of_copies(attention):
     storage = [jnp.asarray(rand(B, HQ, 2 * TK, D, seed=i)) for i in range(2)]
     fused = jnp.asarray(rand(B, TK, 3, HQ, D))
