@@ -114,15 +114,15 @@ def partitioned(
         roles_out: likewise for what ``function`` returns. A result that has no batch axis, or no
             axis of heads, is a sum over them: it is summed over the devices, in fp32.
     """
+    varying = _varying_axes(arguments)
+    if varying:
+        return _vary(function(*arguments), varying)
     if jax.device_count() == 1:
         return function(*arguments)
     # They take a while to import, and one device does not need them.
     from jax.experimental.custom_partitioning import custom_partitioning
     from jax.extend.core import jaxpr_as_fun
 
-    varying = _varying_axes(arguments)
-    if varying:
-        return _vary(function(*arguments), varying)
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     if traced.effects:  # of interpret mode, which calls back
         return function(*arguments)

@@ -123,9 +123,11 @@ def test_inside_shard_map_nothing_changes(spec, check_vma):
     jax.tree.map(close, fast_jit(mapped)(floats), fast_jit(call)(floats, {}))
 
 
+@pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_the_mosaic_kernels_can_be_traced_inside_shard_map(check_vma, monkeypatch):
+def test_the_mosaic_kernels_can_be_traced_inside_shard_map(check_vma, num_devices, monkeypatch):
     monkeypatch.setattr(backends, "device_of", lambda *_: Device("gpu", "9.0", "NVIDIA H200"))
+    monkeypatch.setattr(jax, "device_count", lambda: num_devices)
 
     def gradients(q, lengths):
         def call(q):
@@ -136,7 +138,7 @@ def test_the_mosaic_kernels_can_be_traced_inside_shard_map(check_vma, monkeypatc
         return jax.vjp(call, q)[1](q)
 
     mapped = jax.shard_map(
-        gradients, mesh=mesh(4), in_specs=BATCH, out_specs=BATCH, check_vma=check_vma
+        gradients, mesh=mesh(num_devices), in_specs=BATCH, out_specs=BATCH, check_vma=check_vma
     )
     q = jax.ShapeDtypeStruct((4, 256, 4, 64), jnp.bfloat16)
     (dq,) = jax.eval_shape(mapped, q, jax.ShapeDtypeStruct((4,), jnp.int32))
