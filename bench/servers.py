@@ -17,7 +17,7 @@ from flax import nnx
 
 import jax_flash
 from bench import timing
-from bench.serving import STEPS_IN_A_ROW, Mix, Step
+from bench.serving import LAUNCHES, Mix, Step
 from jax_flash.layers import KVCache
 from models import scheduler
 from models import step as engine_step
@@ -64,6 +64,7 @@ def engine(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         min_prefill_tokens=mix.min_prefill_tokens,
         reuse_prefixes=False,
         max_waiting=len(requests),
+        decode_draws=mix.decode_draws,
     )
     server = Engine(model, config)
     start = time.perf_counter()
@@ -245,11 +246,11 @@ def decode_step(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     rows = []
     for slot in range(batch):
         text = scheduler.Sequence(slot, 0, [0] * step.length, step.length, greedy, slot=slot)
-        rows.append(scheduler.Row(text, [-1], start=step.length, draw=1))
+        rows.append(scheduler.Row(text, [-1], step.length, draw=1, num_draws=step.draws))
     tables = 1 + np.random.default_rng(0).permutation(num_pages - 1).reshape(batch, columns)
-    call = scheduler.Call(rows, (batch, 1))
+    call = scheduler.Call(rows, (batch, 1), num_draws=step.draws)
     packed = engine_step.pack(call, list(tables), columns, batch)
-    results = [engine_step.init_result(state, batch) for _ in range(2)]  # one is still to be read
+    results = [engine_step.init_result(state, call) for _ in range(2)]  # one is still to be read
 
     def launch() -> Array:
         nonlocal state
@@ -258,15 +259,15 @@ def decode_step(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         results.append(result)
         return result
 
-    if np.any(np.array(launch())[0] < 0):
+    if np.any(np.array(launch())[:, 0] < 0):
         raise FloatingPointError("the logits of a decode step are not finite")
     found: dict[str, Any] = {
-        "step_us": timing.sustained_us(timing.Call(launch, ()), _ESTIMATE_US),
-        "dispatch_us": timing.dispatch_us({"step": timing.Call(launch, ())})["step"],
+        "step_us": timing.sustained_us(timing.Call(launch, ()), _ESTIMATE_US) / step.draws,
+        "dispatch_us": timing.dispatch_us({"step": timing.Call(launch, ())})["step"] / step.draws,
         "note": f"attention on {_chosen(model, batch, 1)}",
     }
     try:
-        found["kernels"] = timing.launched_us(lambda: [launch() for _ in range(STEPS_IN_A_ROW)][-1])
+        found["kernels"] = timing.launched_us(lambda: [launch() for _ in range(LAUNCHES)][-1])
     except Exception as error:  # what was timed already is worth having
         found["kernels"] = f"{type(error).__name__}: {error}"
     yield found
@@ -289,6 +290,7 @@ def _chosen(model: MiniGPT, num_rows: int, num_tokens: int) -> str:
     packed = np.zeros((num_rows, num_tokens + columns + len(engine_step.FIELDS)), np.int32)
     options = {"num_tokens": num_tokens, "has_filters": False}
     run = functools.partial(engine_step.run.__wrapped__, graph, **options)
-    arguments = params, state, packed, engine_step.init_result(state, num_rows)
+    result = engine_step.init_result(state, scheduler.Call([], (num_rows, num_tokens)))
+    arguments = params, state, packed, result
     decisions = jax_flash.explain(run, *arguments).decisions
     return " and ".join(sorted({repr(decision.chosen) for decision in decisions}))

@@ -27,9 +27,10 @@ NOTE = (
     "serve: wall-clock time from the first request to the last token. running, waste: while "
     "requests wait, the texts that run at once and the part of their pages' slots that holds no "
     "token; of the loop its rows, and the part of their slots that holds no token that was asked "
-    "for, over all steps. step: wall-clock time of a step in a loop of 1.2 s that never waits; "
-    "kernels: times of its kernels by CUPTI, added up; dispatch: the host's time to launch it. One "
-    "process for each."
+    "for, over all steps. step: wall-clock time of a decode step in a loop of 1.2 s that never "
+    "waits; kernels: times of its kernels by CUPTI, added up; dispatch: the host's time to launch "
+    "it; each an equal part of a launch, which draws several tokens (EngineConfig.decode_draws). "
+    "One process for each."
 )
 ENVIRONMENT = isolated.PARENT_ENVIRONMENT
 ENGINE = "jax_flash engine"
@@ -37,7 +38,7 @@ LOOP = "flax loop"
 # The first one's tokens are those that the others' are compared with.
 IMPLEMENTATIONS = (f"{LOOP} xla", ENGINE, f"{LOOP} cudnn")
 _SCALE = 2.0  # of the parameters: enough for another context to mean another token
-STEPS_IN_A_ROW = 20
+LAUNCHES = 5  # that are taken apart together
 _SHOWN = 10  # kernels that a note names
 _TIMEOUT_S = 300.0
 
@@ -93,7 +94,7 @@ class Mix(Shape):
         shortest: the fewest tokens of a prompt and of an output.
         longest_prompt: tokens; likewise ``longest_output``.
         rows: contiguous caches of ``context_length`` tokens, whose memory the engine's pages have.
-        max_batch_size: see :class:`models.engine.EngineConfig`; likewise the other two.
+        max_batch_size: see :class:`models.engine.EngineConfig`; likewise the other three.
     """
 
     num_requests: int = 256
@@ -108,6 +109,7 @@ class Mix(Shape):
     max_batch_size: int = 128
     max_prefill_tokens: int = 2048
     min_prefill_tokens: int = 128
+    decode_draws: int = 2
 
     @property
     def name(self) -> str:
@@ -137,10 +139,14 @@ class Mix(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Step(Shape):
-    """A decode step of ``batch_size`` texts that have ``length`` tokens each."""
+    """A decode step of ``batch_size`` texts that have ``length`` tokens each.
+
+    It is one of ``draws`` that are launched together (see :class:`models.engine.EngineConfig`).
+    """
 
     batch_size: int = 64
     length: int = 200
+    draws: int = 8
 
     @property
     def name(self) -> str:
@@ -186,14 +192,14 @@ def _step_rows(step: Step) -> Iterator[Row]:
     if isinstance(found["kernels"], str):
         yield Row(step.name, ENGINE, "kernels", None, note=found["kernels"])
         return
-    times_us, counts = Counter[str](), Counter[str]()
+    times_us, counts, steps = Counter[str](), Counter[str](), LAUNCHES * step.draws
     for kernel, time_us in found["kernels"]:
         name = re.sub(r"(_\d+)+$", "", kernel)
-        times_us[name] += time_us / STEPS_IN_A_ROW
+        times_us[name] += time_us / steps
         counts[name] += 1
     total_us = sum(times_us.values())
     parts = [
-        f"{name[:48]} {time_us:.1f} µs ({counts[name] / STEPS_IN_A_ROW:g})"
+        f"{name[:48]} {time_us:.1f} µs ({counts[name] / steps:g})"
         for name, time_us in times_us.most_common(_SHOWN)
     ]
     note = f"{100 * total_us / step_us:.0f} % of a step; {', '.join(parts)}"

@@ -4,8 +4,8 @@
 
 `models.scheduler` plans a step, `models.step` computes it, and this file runs the loop. The host
 plans and launches step n + 1 before it reads the tokens of step n, so its work hides behind the
-device's. A text that a token of step n ends has computed one token too many by then, which is
-dropped.
+device's. A text that a token of step n ends has computed the tokens of one step too many by then,
+which are dropped.
 
 All shapes come from a fixed list, compiled by `warm_up` or at first use; each twice, for draws
 with filters and without.
@@ -69,6 +69,9 @@ class EngineConfig:
         reuse_prefixes: whether equal beginnings of texts share pages.
         watermark: share of the pages that a new text leaves free while others run.
         max_waiting: texts that may wait; more are refused.
+        decode_draws: tokens that a text may draw in one step. With more than 1 the host has less to
+            do, which a small model on a fast GPU needs; they are read all at once, and those behind
+            the one that ends a text were for nothing.
         cache_dtype: of keys and values; None: what the model computes in.
     """
 
@@ -81,10 +84,12 @@ class EngineConfig:
     reuse_prefixes: bool = True
     watermark: float = 0.02
     max_waiting: int = 256
+    decode_draws: int = 1
     cache_dtype: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "page_size", "min_prefill_tokens", "max_waiting"):
+        positive = ("max_batch_size", "page_size", "min_prefill_tokens", "max_waiting")
+        for name in (*positive, "decode_draws"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_prefill_tokens < self.min_prefill_tokens:
@@ -164,7 +169,7 @@ class _Text:
 @dataclasses.dataclass(frozen=True)
 class _Launched:
     call: Call
-    result: jax.Array  # int32 [2, rows]
+    result: jax.Array  # int32 [draws, 2, rows]
 
 
 class Engine:
@@ -201,6 +206,7 @@ class Engine:
             config.prefill_shapes,
             config.max_batch_size + config.max_prefill_tokens,
             int(config.watermark * num_pages),
+            config.decode_draws,
         )
         self.metrics = Metrics()
         self.compiled: set[tuple[tuple[int, int], bool]] = set()
@@ -211,7 +217,7 @@ class Engine:
         self._texts: dict[scheduling.Sequence, _Text] = {}
         self._requests: dict[int, list[scheduling.Sequence]] = {}
         self._in_flight: list[_Launched] = []
-        self._read_results: dict[int, list[jax.Array]] = {}  # by rows; a call is given one
+        self._read_results: dict[tuple[int, ...], list[jax.Array]] = {}  # by shape, to be reused
         self._next_request = 0
 
     @property
@@ -225,9 +231,14 @@ class Engine:
         Args:
             with_filters: False leaves out those that draw with a `top_k` or `top_p`.
         """
-        shapes = [(rows, 1) for rows in self.config.batch_sizes] + self.config.prefill_shapes
-        filters = (False, True) if with_filters else (False,)
-        calls = [Call([], *program) for program in itertools.product(shapes, filters)]
+        draws = self.config.decode_draws
+        shapes = [((rows, 1), draws) for rows in self.config.batch_sizes]
+        shapes += [(shape, 1) for shape in self.config.prefill_shapes]
+        calls = [
+            Call([], shape, has_filters, num_draws)
+            for shape, num_draws in shapes
+            for has_filters in ((False, True) if with_filters else (False,))
+        ]
         # Traced one after another, under the caller's settings; JAX finds them when they are run.
         lowered = [step.run.lower(*self._arguments(call), **_options(call)) for call in calls]
         with concurrent.futures.ThreadPoolExecutor(_COMPILER_THREADS) as pool:
@@ -390,9 +401,8 @@ class Engine:
     def _arguments(self, call: Call) -> tuple[Any, ...]:
         tables = [self.blocks.table(row.sequence) for row in call.rows]
         packed = step.pack(call, tables, self.max_pages, self.config.max_batch_size)
-        num_rows = call.shape[0]
-        read = self._read_results.get(num_rows)
-        result = read.pop() if read else step.init_result(self._state, num_rows)
+        read = self._read_results.get((call.num_draws, 2, call.shape[0]))
+        result = read.pop() if read else step.init_result(self._state, call)
         return self._graph, self._params, self._state, packed, result
 
     def _launch(self, call: Call) -> _Launched:
@@ -411,14 +421,18 @@ class Engine:
         """Waits for what is in flight and deals its tokens out."""
         outputs = []
         for launched in self._in_flight:
-            tokens, bits = np.array(launched.result)
-            self._read_results.setdefault(launched.call.shape[0], []).append(launched.result)
-            now, logprobs = self.metrics.clock(), bits.view(np.float32)
-            rows = zip(launched.call.rows, tokens.tolist(), logprobs.tolist(), strict=False)
-            for row, token, logprob in rows:
-                text = self._texts.get(row.sequence)  # None: it ended, or was cancelled, meanwhile
-                if row.draw is not None and text is not None:
-                    outputs.append(self._take(text, token, logprob, now))
+            result = launched.result
+            draws = np.array(result)
+            self._read_results.setdefault(result.shape, []).append(result)
+            now, logprobs = self.metrics.clock(), draws[:, 1].view(np.float32)
+            for index, drawn in enumerate(
+                zip(draws[:, 0].tolist(), logprobs.tolist(), strict=True)
+            ):
+                for row, token, logprob in zip(launched.call.rows, *drawn, strict=False):
+                    # None: it ended, or was cancelled, meanwhile.
+                    text = self._texts.get(row.sequence)
+                    if row.draw is not None and index < row.num_draws and text is not None:
+                        outputs.append(self._take(text, token, logprob, now))
         self._in_flight = []
         return outputs
 

@@ -11,7 +11,8 @@ chunks with what is left of the token budget. Where pages run out the sequence t
 its own back and is computed again later (its pages stay findable until they are needed).
 
 `length` counts tokens that were drawn on the device and not read yet: a step can be planned, and
-launched, before the tokens of the step before it are known here.
+launched, before the tokens of the step before it are known here. A decode row may draw several
+tokens in one step, each computed from the one before it.
 
 Source: Yu et al. 2022 (Orca, iteration-level scheduling); Kwon et al. 2023 (vLLM, preemption by
 recomputation); Agrawal et al. 2023 (Sarathi, chunked prefill).
@@ -127,13 +128,15 @@ class Row(NamedTuple):
         sequence: whose tokens.
         tokens: ids to compute; -1 is the newest one, which is known on the device only.
         start: position of the first.
-        draw: which draw of the sequence the call ends with; None: its prompt goes on.
+        draw: which draw of the sequence comes after them; None: its prompt goes on.
+        num_draws: tokens drawn in the call, each but the last computed there too.
     """
 
     sequence: Sequence
     tokens: list[int]
     start: int
     draw: int | None
+    num_draws: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,11 +147,13 @@ class Call:
         rows: at least one, but in a warm-up.
         shape: `(rows, tokens a row)` that they are padded to.
         has_filters: whether a row has a `top_k` or `top_p`.
+        num_draws: the most that a row may draw.
     """
 
     rows: list[Row]
     shape: tuple[int, int]
     has_filters: bool = False
+    num_draws: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +173,7 @@ class Scheduler:
         prefill_shapes: `(rows, tokens)` of a prefill call.
         token_budget: most tokens a step computes, padding included.
         watermark: pages that a new sequence leaves free, so that those that run can grow.
+        decode_draws: most tokens that a decode row draws in a step.
     """
 
     def __init__(
@@ -177,6 +183,7 @@ class Scheduler:
         prefill_shapes: abc.Sequence[tuple[int, int]],
         token_budget: int,
         watermark: int,
+        decode_draws: int = 1,
     ) -> None:
         smallest = min(rows * tokens for rows, tokens in prefill_shapes)
         if token_budget < batch_sizes[-1] + smallest:
@@ -189,6 +196,7 @@ class Scheduler:
         self.prefill_shapes = prefill_shapes
         self.token_budget = token_budget
         self.watermark = watermark
+        self.decode_draws = decode_draws
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # by admission
         self.num_preempted = 0
@@ -219,7 +227,8 @@ class Scheduler:
             The plan, maybe empty; None: there are too few pages, and `may_preempt` is False.
         """
         num_preempted = self.num_preempted
-        if not self._reserve_decodes(may_preempt):
+        draws = self._reserve_decodes(may_preempt)
+        if draws is None:
             return None
         if self.num_preempted == num_preempted:  # else the same one would come back at once
             self._admit()
@@ -231,7 +240,8 @@ class Scheduler:
         calls = []
         if decodes:
             size = next(size for size in self.batch_sizes if size >= len(decodes))
-            calls.append(_call([self._advance(sequence, 1) for sequence in decodes], (size, 1)))
+            rows = [self._advance(one, 1, draws.get(one, 1)) for one in decodes]
+            calls.append(_call(rows, (size, 1), self.decode_draws))
         if prompts:
             shape = self._prefill_shape(prompts, self.token_budget - len(decodes))
             rows = [self._advance(one, min(one.pending, shape[1])) for one in prompts[: shape[0]]]
@@ -240,17 +250,24 @@ class Scheduler:
         self._copies.clear()
         return Plan(copies, calls)
 
-    def _reserve_decodes(self, may_preempt: bool) -> bool:
+    def _reserve_decodes(self, may_preempt: bool) -> dict[Sequence, int] | None:
+        """How many tokens each decode row may draw, the pages reserved; None: too few pages."""
+        draws: dict[Sequence, int] = {}
         for sequence in list(self.running):
+            count = min(self.decode_draws, sequence.params.max_new_tokens - sequence.num_drawn)
             while sequence.slot is not None and sequence.pending == 1:
                 try:
-                    self._reserve(sequence, sequence.computed + 1)
+                    self._reserve(sequence, sequence.computed + count)
+                    draws[sequence] = count
                     break
                 except OutOfPagesError:
-                    if not may_preempt:
-                        return False
-                    self._preempt(self.running[-1])
-        return True
+                    if count > 1:
+                        count = 1
+                    elif may_preempt:
+                        self._preempt(self.running[-1])
+                    else:
+                        return None
+        return draws
 
     def _admit(self) -> None:
         """Lets waiting sequences in, in order, while there are slots, pages and tokens left."""
@@ -299,17 +316,18 @@ class Scheduler:
         for source, target in self.blocks.reserve(sequence, sequence.computed, end):
             self._copies[target] = source
 
-    def _advance(self, sequence: Sequence, count: int) -> Row:
+    def _advance(self, sequence: Sequence, count: int, num_draws: int = 1) -> Row:
         start, draw, page_size = sequence.computed, None, self.blocks.page_size
         tokens = sequence.tokens[start : start + count] or [-1]
-        sequence.computed = end = start + count
+        is_drawn = start + count == sequence.length
+        sequence.computed = end = start + count + num_draws - 1
         # A page is registered with the first token after it: by then all of its own are known.
         if (end - 1) // page_size > (start - 1) // page_size:
             self.blocks.register(sequence, sequence.tokens[:end])
-        if end == sequence.length:
+        if is_drawn:
             draw = sequence.num_drawn + sequence.params.first_draw
-            sequence.length += 1
-        return Row(sequence, tokens, start, draw)
+            sequence.length += num_draws
+        return Row(sequence, tokens, start, draw, num_draws)
 
     def _prefill_shape(self, prompts: list[Sequence], budget: int) -> tuple[int, int]:
         """The shape that gets most of the oldest prompts done; of equal ones the smallest."""
@@ -336,5 +354,6 @@ class Scheduler:
         sequence.slot = None
 
 
-def _call(rows: list[Row], shape: tuple[int, int]) -> Call:
-    return Call(rows, shape, any(row.sequence.params.has_filters for row in rows))
+def _call(rows: list[Row], shape: tuple[int, int], num_draws: int = 1) -> Call:
+    has_filters = any(row.sequence.params.has_filters for row in rows)
+    return Call(rows, shape, has_filters, num_draws)

@@ -412,6 +412,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-batch-size", type=int, default=16, help="texts that run at once")
     parser.add_argument("--max-waiting", type=int, default=256, help="texts that may wait")
     parser.add_argument("--page-size", type=int, default=16, help="tokens of a page")
+    parser.add_argument("--decode-draws", type=int, default=4, help="tokens a text draws in a step")
     parser.add_argument("--num-pages", type=int, help="default: enough for all that run at once")
     return parser
 
@@ -426,6 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_waiting=options.max_waiting,
             page_size=options.page_size,
             num_pages=options.num_pages,
+            decode_draws=options.decode_draws,
         )
         engine = Engine(loaded.model, config, loaded.tokenizer)
     except (ValueError, TypeError, OSError) as error:

@@ -4,8 +4,9 @@ What a call needs from the host travels as one int32 array, one row a sequence:
 
     token ids [T] | block table [max_pages] | the fields of `FIELDS`, floats bit by bit
 
-and what comes back is one, `[2, rows]`: the drawn ids and the bits of their log-probabilities. The
-newest token of every slot stays on the device, so that a step can follow another unread.
+and what comes back is one, `[draws, 2, rows]`: the drawn ids and the bits of their
+log-probabilities. The newest token of every slot stays on the device, so that a step can follow
+another unread, and a row draw several tokens in one.
 
 The result is written where an older one was, which has been read and is given up for it. Made anew
 at each step, it would be another place each time, in which XLA keeps small arrays of the step too:
@@ -31,7 +32,7 @@ from models.minigpt import MiniGPT
 from models.scheduler import Call
 
 _MOST = np.iinfo(np.int32).max
-FIELDS = ("start", "count", "slot", "target", "seed", "draw", "temperature", "top_k", "top_p")
+FIELDS = ("start", "count", "slot", "seed", "draw", "num_draws", "temperature", "top_k", "top_p")
 
 
 class Graph:
@@ -81,10 +82,10 @@ def init_state(model: MiniGPT, num_slots: int, num_pages: int, page_size: int, d
     return State(pools, jnp.zeros((num_slots,), jnp.int32))
 
 
-def init_result(state: State, num_rows: int) -> jax.Array:
+def init_result(state: State, call: Call) -> jax.Array:
     """Room for the result of a call beside a state, for want of a result that has been read."""
     (device,) = state.newest.devices()
-    return jax.device_put(np.zeros((2, num_rows), np.int32), device)
+    return jax.device_put(np.zeros((call.num_draws, 2, call.shape[0]), np.int32), device)
 
 
 def place(model: MiniGPT, state: State) -> tuple[Graph, Any, State]:
@@ -120,7 +121,7 @@ def _with_cast_layers(model: MiniGPT) -> MiniGPT:
 def _padding(num_slots: int) -> np.ndarray:
     """The fields of a row that computes nothing: no slot, and no filter to draw with."""
     fields = np.zeros(len(FIELDS), np.int32)
-    fields[[FIELDS.index("slot"), FIELDS.index("target")]] = num_slots
+    fields[FIELDS.index("slot")] = num_slots
     fields[FIELDS.index("top_p")] = np.float32(1.0).view(np.int32)
     return fields
 
@@ -142,19 +143,18 @@ def pack(call: Call, tables: Sequence[Sequence[int]], max_pages: int, num_slots:
     packed[len(call.rows) :, -len(FIELDS) :] = _padding(num_slots)
     _fill(packed[:, :num_tokens], [row.tokens for row in call.rows])
     _fill(packed[:, num_tokens : num_tokens + max_pages], tables)
-    rows, drawing = call.rows, [row.draw is not None for row in call.rows]
+    rows = call.rows
     params = [row.sequence.params for row in rows]
 
     def fill(name: str, values: list[Any], dtype: Any = np.int32) -> None:
         packed[: len(rows), FIELDS.index(name) - len(FIELDS)].view(dtype)[:] = values
 
-    slots = [row.sequence.slot for row in rows]
     fill("start", [row.start for row in rows])
     fill("count", [len(row.tokens) for row in rows])
-    fill("slot", slots)
-    fill("target", np.where(drawing, slots, num_slots))
+    fill("slot", [row.sequence.slot for row in rows])
     fill("seed", [row.sequence.seed for row in rows], np.uint32)
     fill("draw", [row.draw or 0 for row in rows])
+    fill("num_draws", [0 if row.draw is None else row.num_draws for row in rows])
     fill("temperature", [one.temperature for one in params], np.float32)
     fill("top_k", [min(one.top_k or 0, _MOST) for one in params])
     fill("top_p", [1.0 if one.top_p is None else one.top_p for one in params], np.float32)
@@ -167,6 +167,9 @@ def _fill(columns: np.ndarray, rows: Sequence[Sequence[int]]) -> None:
     is_written = np.arange(columns.shape[1]) < lengths[:, None]
     values = itertools.chain.from_iterable(rows)
     columns[: len(rows)][is_written] = np.fromiter(values, np.int32, lengths.sum())
+
+
+_bits = jax.lax.bitcast_convert_type
 
 
 @functools.partial(
@@ -191,41 +194,52 @@ def run(
         params: from `place`.
         state: donated.
         packed: from `pack`.
-        result: donated; of a call of as many rows, or from `init_result`.
-        num_tokens: T.
+        result: donated; of an equal call, or from `init_result`. Its `num_draws` is the most that
+            a row draws.
+        num_tokens: T; 1 where rows draw more than once.
         has_filters: whether a row has a `top_k` or `top_p`: these sort the vocabulary, which costs
             more than the rest of the draw. Static, for a branch on the device would make the host
             wait for it before it can launch what follows.
 
     Returns:
-        The next state, and int32 `[2, rows]`: ids (-1 where the logits are no distribution) and the
-        bits of their fp32 log-probabilities under the model, before temperature and filters.
+        The next state, and int32 `[num_draws, 2, rows]`: ids (-1 where the logits are no
+        distribution) and the bits of their fp32 log-probabilities under the model, before
+        temperature and filters. What a row did not draw is anything.
     """
     tables = packed[:, num_tokens : -len(FIELDS)]
     field = {name: packed[:, i - len(FIELDS)] for i, name in enumerate(FIELDS)}
-    bits = jax.lax.bitcast_convert_type
-    tokens = packed[:, :num_tokens]
-    newest = state.newest.at[field["slot"]].get(mode="fill", fill_value=0)
-    tokens = jnp.where(tokens < 0, newest[:, None], tokens)
-    logits, caches = nnx.merge(graph.graph, params)(
-        tokens,
-        caches=state.caches(tables, field["start"]),
-        new_lengths=field["count"],
-        logits_at=jnp.maximum(field["count"] - 1, 0),
-    )
-    drawn = sampling.sample_rows(
-        bits(field["seed"], jnp.uint32),
-        field["draw"],
-        logits,
-        bits(field["temperature"], jnp.float32),
-        field["top_k"] if has_filters else None,
-        bits(field["top_p"], jnp.float32) if has_filters else None,
-    )
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    logprobs = jnp.take_along_axis(logprobs, jnp.maximum(drawn, 0)[:, None], axis=-1)[:, 0]
-    newest = state.newest.at[field["target"]].set(drawn, mode="drop")
-    result = result.at[0].set(drawn).at[1].set(bits(logprobs, jnp.int32))
-    return state.replace(caches, newest), result
+    nobody = state.newest.shape[0]
+
+    def draw(index: Any, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+        state, result = carry
+        newest = state.newest.at[field["slot"]].get(mode="fill", fill_value=0)
+        tokens = packed[:, :num_tokens]
+        tokens = jnp.where((tokens < 0) | (index > 0), newest[:, None], tokens)
+        counts = jnp.where((index == 0) | (index < field["num_draws"]), field["count"], 0)
+        logits, caches = nnx.merge(graph.graph, params)(
+            tokens,
+            caches=state.caches(tables, field["start"] + index),
+            new_lengths=counts,
+            logits_at=jnp.maximum(counts - 1, 0),
+        )
+        drawn = sampling.sample_rows(
+            _bits(field["seed"], jnp.uint32),
+            field["draw"] + index,
+            logits,
+            _bits(field["temperature"], jnp.float32),
+            field["top_k"] if has_filters else None,
+            _bits(field["top_p"], jnp.float32) if has_filters else None,
+        )
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        logprobs = jnp.take_along_axis(logprobs, jnp.maximum(drawn, 0)[:, None], axis=-1)[:, 0]
+        target = jnp.where(index < field["num_draws"], field["slot"], nobody)
+        newest = state.newest.at[target].set(drawn, mode="drop")
+        result = result.at[index, 0].set(drawn).at[index, 1].set(_bits(logprobs, jnp.int32))
+        return state.replace(caches, newest), result
+
+    if result.shape[0] == 1:
+        return draw(0, (state, result))
+    return jax.lax.fori_loop(0, result.shape[0], draw, (state, result))
 
 
 @functools.partial(jax.jit, donate_argnames="state")

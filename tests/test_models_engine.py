@@ -60,6 +60,7 @@ def run(engine, limit=1000):
         {"page_size": 1, "reuse_prefixes": False, "max_batch_size": 2, "max_prefill_tokens": 8},
         {"page_size": 16, "max_batch_size": 2, "max_prefill_tokens": 64, "min_prefill_tokens": 64},
         {"page_size": 5, "max_batch_size": 3, "max_prefill_tokens": 4, "min_prefill_tokens": 4},
+        {"decode_draws": 3},
     ],
     ids=str,
 )
@@ -123,9 +124,11 @@ def test_a_text_may_fill_the_context_and_be_one_token_longer():
     assert completion.tokens == greedy_tokens(prompt, 4)
 
 
-@pytest.mark.parametrize("reuse_prefixes", [True, False])
-def test_texts_thrown_out_for_want_of_pages_come_back_and_say_the_same(reuse_prefixes):
-    engine = make_engine(num_pages=14, reuse_prefixes=reuse_prefixes)
+@pytest.mark.parametrize(("reuse_prefixes", "decode_draws"), [(True, 1), (False, 1), (True, 6)])
+def test_texts_thrown_out_for_want_of_pages_come_back_and_say_the_same(
+    reuse_prefixes, decode_draws
+):
+    engine = make_engine(num_pages=14, reuse_prefixes=reuse_prefixes, decode_draws=decode_draws)
     params = dataclasses.replace(GREEDY, max_new_tokens=20)
     prompts = [prompt_of(9, seed) for seed in range(6)]
     requests = [engine.submit(prompt, params) for prompt in prompts]
@@ -193,9 +196,10 @@ def test_forks_survive_a_parent_that_is_cancelled_or_thrown_out():
             assert tokens[request, choice] == greedy_tokens(prompt, 20)
 
 
-def test_many_requests_that_come_and_go_at_random_leave_no_page_behind():
+@pytest.mark.parametrize("decode_draws", [1, 3])
+def test_many_requests_that_come_and_go_at_random_leave_no_page_behind(decode_draws):
     rng = np.random.default_rng(0)
-    engine = make_engine(num_pages=14)
+    engine = make_engine(num_pages=14, decode_draws=decode_draws)
     shared, expected, tokens, cancelled = prompt_of(8), {}, collections.defaultdict(list), set()
     arrivals = collections.Counter(rng.integers(0, 40, 16).tolist())
     for time in range(2000):
@@ -257,8 +261,8 @@ def test_no_step_copies_a_pool_and_none_makes_the_host_wait_for_a_branch():
     engine = make_engine(max_batch_size=2, max_prefill_tokens=8)
     shape = ",".join(map(str, engine._state.pools[0][0].shape))
     for has_filters in (False, True):
-        for rows, tokens in ((2, 1), (1, 8)):
-            arguments = engine._arguments(Call([], (rows, tokens)))
+        for rows, tokens, draws in ((2, 1, 1), (2, 1, 3), (1, 8, 1)):
+            arguments = engine._arguments(Call([], (rows, tokens), num_draws=draws))
             options = {"num_tokens": tokens, "has_filters": has_filters}
             program = step.run.lower(*arguments, **options).compile().as_text()
             assert f"f32[{shape}]" in program
@@ -302,16 +306,16 @@ def test_a_packed_call_holds_what_each_row_asks_for_and_padding_asks_for_nothing
     params = SamplingParams(5, 0.5, top_k=2**40, top_p=0.25, seed=2**32 - 1, n=2)
     one = Sequence(0, 1, [4, 5, 6], 3, params, slot=2)
     other = Sequence(1, 0, [7], 1, SamplingParams(5), slot=0)
-    rows = [Row(one, [5, 6], 1, draw=3), Row(other, [-1], 9, draw=None)]
+    rows = [Row(one, [5, 6], 1, draw=3, num_draws=2), Row(other, [-1], 9, draw=None)]
     packed = step.pack(Call(rows, (4, 2)), [array("i", [8, 9]), array("i", [3])], 3, 4)
     assert packed[:, :5].tolist() == [[5, 6, 8, 9, 0], [-1, 0, 3, 0, 0], [0] * 5, [0] * 5]
     field = {name: packed[:, i - len(step.FIELDS)] for i, name in enumerate(step.FIELDS)}
     assert field["start"].tolist() == [1, 9, 0, 0]
     assert field["count"].tolist() == [2, 1, 0, 0]
     assert field["slot"].tolist() == [2, 0, 4, 4]
-    assert field["target"].tolist() == [2, 4, 4, 4]  # the second draws nothing yet
     assert field["seed"].view(np.uint32).tolist() == [0, 0, 0, 0]  # 2**32 - 1 + choice 1
     assert field["draw"].tolist() == [3, 0, 0, 0]
+    assert field["num_draws"].tolist() == [2, 0, 0, 0]  # the second draws nothing yet
     assert field["temperature"].view(np.float32).tolist() == [0.5, 1, 0, 0]
     assert field["top_k"].tolist() == [2**31 - 1, 0, 0, 0]
     assert field["top_p"].view(np.float32).tolist() == [0.25, 1, 1, 1]
