@@ -65,7 +65,13 @@ from jax_flash.mask import Mask
 from pallas_kernels import backward_terms, tiles
 from pallas_kernels import schedule as schedules
 from pallas_kernels.backward_body import scratch_tree
-from pallas_kernels.backward_config import GROUPS, BackwardConfig, default_config, head_group
+from pallas_kernels.backward_config import (
+    GROUPS,
+    BackwardConfig,
+    cleans_queries,
+    default_config,
+    head_group,
+)
 from pallas_kernels.backward_layouts import OwnGradients, OwnKeys
 from pallas_kernels.backward_terms import Wanted
 from pallas_kernels.backward_tiles import QUERY_BOUNDS
@@ -108,7 +114,7 @@ def attention_backward(
         v: ``[B, Tk', Hk, Dv]``.
         do: ``[B, Tq', Hq, Dv]``.
         lse: fp32 ``[B, Hq, Tq]``, natural; +inf where a row has no gradient: q and do must be
-            finite there.
+            finite there, unless :func:`~pallas_kernels.backward_config.cleans_queries`.
         delta: fp32 ``[B, Hq, Tq]``, finite there.
         mask: with its arrays.
         arrays: of the terms; None is none.
@@ -149,6 +155,9 @@ def attention_backward(
     arrays = arrays or Arrays()
     read, lse = backward_terms.inputs(problem, mask, arrays, lse, rows, keys, config.part_columns)
     inputs |= read
+    marks = None
+    if cleans_queries(problem, config):
+        marks = schedules.find_marks(ranges, jnp.isposinf(lse).any(axis=1), config.block_q)
     # Rows past the end, like rows without a gradient, have probabilities of exp2(0 - inf).
     padding = ((0, 0), (0, 0), (0, surplus))
     unit = 1.0 if problem.is_wide else tiles.LOG2_E
@@ -203,11 +212,11 @@ def attention_backward(
             # Batch elements that share a bias read it, and add to its gradient, one after another.
             is_shared = problem.has_bias_tiles and problem.bias.shape[0] == 1
             table = schedules.make_for_keys(
-                ranges, batch, num_heads, num_blocks, group, batch_first=is_shared
+                ranges, batch, num_heads, num_blocks, group, marks=marks, batch_first=is_shared
             )
             dk[...], dv[...] = kernel(jnp.asarray(table), *inputs.values(), dq, *others)
             return
-        rounds = schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs)
+        rounds = schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs, marks=marks)
         tables = jnp.asarray(rounds)
 
         def launch(number: Any, _: None) -> None:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import schedule as schedules
 from pallas_kernels import tiles
-from pallas_kernels.backward_config import GROUPS, BackwardConfig
+from pallas_kernels.backward_config import GROUPS, BackwardConfig, cleans_queries
 from pallas_kernels.backward_tiles import KEY_SUMS, QUERY_BOUNDS, ROWS, Step, Tiles
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops, loop_between
@@ -32,7 +32,8 @@ FIRST_TURN = 6  # and a warpgroup's turn: one for each consumer
 class Tile(NamedTuple):
     """One row of the schedule: a key tile, and query tiles ``[lo, hi)`` with their full part.
 
-    Where a boolean mask decides, ``hi`` is instead how many steps the key tile has.
+    Where a boolean mask decides, ``hi`` is instead how many steps the key tile has. ``blank`` is 1
+    if some of the queries have no gradient and the kernel is to care.
     """
 
     kv_tile: Any
@@ -41,15 +42,20 @@ class Tile(NamedTuple):
     full_lo: Any
     full_hi: Any
     hi: Any
+    blank: Any
 
 
 class KeyTile(NamedTuple):
-    """Where a key tile is: its batch element, dQ's place for that, its head and first key."""
+    """Where a key tile is: its batch element, dQ's place for that, its head and first key.
+
+    ``blank`` is whether some of its queries have no gradient, as in a :class:`Tile`.
+    """
 
     batch: Any
     slab: Any
     head: Any
     key: Any
+    blank: Any
 
 
 def scratch_tree(
@@ -143,6 +149,7 @@ class Kernel(Tiles):
         super().__init__(problem, ops, edges, refs)
         self.config = config
         self.bias_stages = config.bias_stages if "bias_s" in refs else 0
+        self.cleans_queries = cleans_queries(problem, config)
         self.group = problem.num_q_heads // problem.num_kv_heads
         self.slabs = refs["dq"].shape[0] // problem.batch
 
@@ -325,7 +332,8 @@ class Kernel(Tiles):
         elif self.edges.masked:
             has_masked = (tile.lo < tile.full_lo) | (tile.full_hi < tile.hi)
             pl.when(has_masked)(self.clean_keys)
-        self.work(tile, turns, KeyTile(batch, self.slab(tile, batch), kv_head, key))
+        at = KeyTile(batch, self.slab(tile, batch), kv_head, key, tile.blank > 0)
+        self.work(tile, turns, at)
         return turns + self.num_steps(tile)
 
     def slab(self, tile: Tile, batch: Any) -> Any:
@@ -348,12 +356,15 @@ class Kernel(Tiles):
         Each head begins with the given ``sums``, and writes its own.
         """
 
+        def step_of(turn: Any, head: Any, row: Any, masked: Any) -> Step:
+            return Step(turn, at.batch, at.slab, head, row, at.key, masked, at.blank)
+
         def visit_head(g: Any, carry: Any) -> Any:
             first, carry = carry
             head = at.head * self.group + g
 
             def visit(turn: Any, row: Any, masked: Any, carry: Any) -> Any:
-                return process(Step(turn, at.batch, at.slab, head, row, at.key, masked), carry)
+                return process(step_of(turn, head, row, masked), carry)
 
             following, (carry, total) = self.for_each_visit(
                 tile, at.batch, head, first, visit, (carry, sums)
@@ -370,7 +381,7 @@ class Kernel(Tiles):
             def step(i: Any, masked: Any, carry: Any) -> Any:
                 turn = turns + g * (tile.hi - tile.lo) + i - tile.lo
                 row = i * self.config.block_q
-                return process(Step(turn, at.batch, at.slab, head, row, at.key, masked), carry)
+                return process(step_of(turn, head, row, masked), carry)
 
             carry, total = self.for_each_query_tile(tile, step, (carry, sums))
             self.store_sums(total, at.batch, head, self.first_key(at.key))

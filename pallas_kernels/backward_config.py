@@ -136,6 +136,16 @@ def default_config(problem: Problem) -> BackwardConfig:
     )
 
 
+def cleans_queries(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether the kernel zeroes rows of Q and dO that have no gradient, and may hold anything.
+
+    Otherwise they must come clean, which takes a pass over both. Only rows of masked tiles are
+    looked at: with a bias, segments or a boolean mask others may see nothing, too.
+    """
+    is_interval = problem.mask.is_interval and not problem.mask.has_static_ranges
+    return is_interval and problem.bias is None and not config.own_gradients
+
+
 def _bias_stages(problem: Problem, kibibytes: int) -> int:
     """Tiles of a bias, of 128 keys and 64 queries, that fit into what shared memory is left."""
     if problem.bias is None or not problem.has_bias_tiles:

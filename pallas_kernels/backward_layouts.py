@@ -69,6 +69,22 @@ class OwnKeys(Kernel):
         """Cleans this warpgroup's part of the keys."""
         self.clean(self.own_keys("k_s", 0))
 
+    def clean_queries(self, q_slot: Any, do_slot: Any) -> None:
+        """Zeroes rows of Q and dO that have no gradient; each consumer has one of the two."""
+
+        def clean(tile: Ref) -> None:
+            for row, column in np.ndindex(tile.shape[0] // ROWS, tile.shape[1] // ROWS):
+                rows = pl.ds(row * ROWS, ROWS)
+                piece = tile.at[rows, pl.ds(column * ROWS, ROWS)]
+                value = self.ops.load_tile(piece).astype(jnp.float32)
+                lse = self.ops.load_rows(self.refs["lse_s"].at[q_slot, rows])
+                lse = lax.broadcast_in_dim(lse, value.shape, [0])
+                piece[...] = jnp.where(lse < jnp.inf, value, 0.0).astype(self.problem.dtype)
+
+        q, do = self.refs["q_s"].at[q_slot], self.refs["do_s"].at[do_slot]
+        lax.cond(self.warpgroup == 0, lambda: clean(q), lambda: clean(do))
+        self.meet()
+
     def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
         """All of one key tile."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's dk and dv
@@ -123,12 +139,18 @@ class OwnKeys(Kernel):
                 ops.matmul(acc, self.own_keys("v_s", zero), do, transpose_b=True)
 
             self.wait("q_full", q_slot)
+            may_clean = self.cleans_queries and step.masked is not False
+            if may_clean:
+                self.wait("do_full", do_slot)
+                is_blank = step.blank & step.masked
+                pl.when(is_blank)(lambda: self.clean_queries(q_slot, do_slot))
             self.await_turn()
             for part, span in enumerate(spans):
                 q = refs["q_s"].at[q_slot, span]
                 ops.matmul(s_accs[part], self.own_keys("k_s", zero), q, transpose_b=True)
                 if part == 0:
-                    self.wait("do_full", do_slot)
+                    if not may_clean:
+                        self.wait("do_full", do_slot)
                     issue_dp(0)
             result, total = [], sums
             for part, span in enumerate(spans):

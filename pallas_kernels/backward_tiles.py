@@ -42,6 +42,7 @@ class Step(NamedTuple):
         row: first query.
         key: first key of the thread block.
         masked: whether keys may be hidden: False, True, or a traced bool.
+        blank: whether some queries of the key tile have no gradient, if the kernel is to care.
     """
 
     turn: Any
@@ -51,6 +52,7 @@ class Step(NamedTuple):
     row: Any
     key: Any
     masked: Any
+    blank: Any = False
 
 
 class Given(NamedTuple):
@@ -127,8 +129,8 @@ class Tiles:
             of_queries = ops.load_columns(self.of_batch("q_segments", step.batch).at[queries])
             of_keys = ops.load_rows(self.of_batch("kv_segments", step.batch).at[keys])
         if "query_start" in self.refs:
-            # Two numbers a key are 4 in each thread and at hand. Two numbers a query would be 32 from
-            # global memory, for which there are no registers: some are waited for after others.
+            # Two numbers a key are 4 in each thread, and at hand. Two numbers a query would be 32,
+            # from global memory, and for want of registers be waited for in four rounds.
             start, end = (
                 ops.load_rows(
                     self.refs["query_bounds_s"].at[place, pl.ds(key - step.key, num_keys)]

@@ -36,6 +36,7 @@ MAX_KV_TILES = 2**16 - 1
 _MAX_HOST_TILES = 2**15  # beyond it a Python loop over tiles costs more than it saves
 _FEW_COMPARISONS = 2**20  # of one kernel, which then takes no longer than any other
 _GOLDEN = (5**0.5 - 1) / 2
+_MATCHES = 2  # halvings of the number of rounds that are dealt out, where there are enough
 _TILE_COST = 1.5  # start and end of a query tile, in key tiles
 
 
@@ -270,25 +271,37 @@ def _dealt(ranges: Any, batch: int, num_heads: int, num_blocks: int) -> Array:
     """Tile numbers ``[num_blocks, rounds + 1]``, -1 past the end, made by JAX operations.
 
     In a round each block gets one of the next ``num_blocks`` tiles: neighbours, whose keys and
-    values are in the L2 cache together. They are sorted by cost, and which block gets the longest
-    moves from round to round: back and forth, and every two rounds on by the golden ratio, so that
-    over many rounds all blocks draw evenly from the sorted costs.
+    values are in the L2 cache together. Rounds are matched in pairs, and pairs in fours, the
+    longest of one with the shortest of the other. Which block gets the longest match moves from one
+    four to the next: back and forth, and every two on by the golden ratio, so that over many all
+    blocks draw evenly from the sorted costs.
     """
     tiles_a_head = ranges.lo.shape[1]
     num_tiles = batch * num_heads * tiles_a_head
-    turn = jnp.arange(-(-num_tiles // num_blocks), dtype=jnp.int32)[:, None]
-    block = jnp.arange(num_blocks, dtype=jnp.int32)[None]
-    tile = turn * num_blocks + block
+    num_rounds = -(-num_tiles // num_blocks)
+    levels = _MATCHES if num_rounds >= 2 ** (_MATCHES + 1) else 0
+    num_matches = -(-num_rounds // 2**levels)
+    tile = jnp.arange(num_matches * 2**levels * num_blocks, dtype=jnp.int32)
+    tile = tile.reshape(-1, num_blocks)
     head = jnp.minimum(tile // tiles_a_head, batch * num_heads - 1)
     row = row_of(head, ranges.lo.shape[0], batch * num_heads)
     cost = jnp.asarray(ranges.hi - ranges.lo)[row, tile % tiles_a_head]
     cost = jnp.where(tile < num_tiles, cost, -1)
-    longest_first = jnp.argsort(-cost, axis=1).astype(jnp.int32)
-    shift = np.round(np.arange(turn.size) // 2 * num_blocks * _GOLDEN).astype(np.int32)[:, None]
+    match = tile[:, :, None]
+    for level in range(levels + 1):
+        if level:
+            cost = cost[::2] + cost[1::2, ::-1]
+            match = jnp.concatenate([match[::2], match[1::2, ::-1]], axis=2)
+        longest_first = jnp.argsort(-cost, axis=1)
+        cost = jnp.take_along_axis(cost, longest_first, axis=1)
+        match = jnp.take_along_axis(match, longest_first[:, :, None], axis=1)
+    turn, block = np.arange(num_matches)[:, None], np.arange(num_blocks)
+    shift = np.round(turn // 2 * num_blocks * _GOLDEN).astype(np.int32)
     rank = (block + shift) % num_blocks
-    rank = jnp.where(turn % 2 == 0, rank, num_blocks - 1 - rank)
-    tile = turn * num_blocks + jnp.take_along_axis(longest_first, rank, axis=1)
-    return jnp.pad(jnp.where(tile < num_tiles, tile, -1), ((0, 1), (0, 0)), constant_values=-1).T
+    rank = np.where(turn % 2 == 0, rank, num_blocks - 1 - rank)
+    match = jnp.take_along_axis(jnp.where(match < num_tiles, match, -1), rank[:, :, None], axis=1)
+    dealt = jnp.swapaxes(match, 0, 1).reshape(num_blocks, -1)[:, :num_rounds]
+    return jnp.pad(dealt, ((0, 0), (0, 1)), constant_values=-1)
 
 
 def _words(ranges: Ranges, tiles: Any, num_heads: int, xp: Any) -> Any:
@@ -464,6 +477,26 @@ def find_query_bounds(mask: Mask, q_len: int, kv_len: int, num_keys: int) -> tup
     return first, _past_last_up_to(jnp.where(sees, start, num_keys), key)
 
 
+def find_marks(ranges: QueryRanges, rows: Array, block_q: int) -> Array:
+    """Which key tiles visit a query tile with some of the given rows.
+
+    Args:
+        ranges: of query tiles, which end after they begin or visit none.
+        rows: bool ``[B, Tq]``.
+        block_q: queries in a tile.
+
+    Returns:
+        int32 of the ranges' shape, 1 or 0.
+    """
+    if ranges.lo.shape[0] == 1:
+        rows = rows.any(axis=0, keepdims=True)
+    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % block_q)))
+    has_some = rows.reshape(rows.shape[0], -1, block_q).any(axis=2)
+    q_tile = np.arange(has_some.shape[1], dtype=np.int32)
+    following = _first_above(jnp.where(has_some, q_tile, -1), ranges.lo - 1)
+    return (following < ranges.hi).astype(jnp.int32)
+
+
 class _SeenByTile(NamedTuple):
     """By query tile ``[B|1, num_q_tiles]``: key tiles that some row sees, and that all rows see.
 
@@ -555,12 +588,14 @@ def make_for_keys(
     num_blocks: int,
     head_group: int,
     *,
+    marks: Any = None,
     batch_first: bool = False,
 ) -> Any:
-    """The backward pass's schedule, ``[num_blocks, max_tiles + 1, 6]``.
+    """The backward pass's schedule, ``[num_blocks, max_tiles + 1, 7]``.
 
-    Its words are the key tile, or -1 past the end, ``batch * num_kv_heads + head``, and the four
-    ranges of the key tile's query tiles. For ``batch_first`` see :func:`make`.
+    Its words are the key tile, or -1 past the end, ``batch * num_kv_heads + head``, the four
+    ranges of the key tile's query tiles, and its mark (:func:`find_marks`), 0 if there are none.
+    For ``batch_first`` see :func:`make`.
     """
     num_kv_tiles = ranges.lo.shape[1]
     num_tiles = batch * num_kv_heads * num_kv_tiles
@@ -574,13 +609,19 @@ def make_for_keys(
         tiles, xp = _dealt(ranges, batch, num_kv_heads, num_blocks), jnp
     if batch_first and ranges.lo.shape[0] == 1:
         tiles = _batch_first(tiles, batch, num_kv_heads, num_kv_tiles, xp)
-    return _key_words(ranges, tiles, batch * num_kv_heads, xp)
+    return _key_words(ranges, marks, tiles, batch * num_kv_heads, xp)
 
 
 def make_in_rounds(
-    ranges: QueryRanges, batch: int, num_kv_heads: int, num_blocks: int, slabs: int
+    ranges: QueryRanges,
+    batch: int,
+    num_kv_heads: int,
+    num_blocks: int,
+    slabs: int,
+    *,
+    marks: Any = None,
 ) -> Any:
-    """The schedules of a deterministic backward pass, ``[rounds, num_blocks, max_tiles + 1, 6]``.
+    """The schedules of a deterministic backward pass, ``[rounds, num_blocks, max_tiles + 1, 7]``.
 
     Round ``r`` has the key tiles ``r * slabs <= j < (r + 1) * slabs`` of every head, which add to
     different slabs of dq.
@@ -595,10 +636,10 @@ def make_in_rounds(
     used = (place < num_places) & (kv_tile < num_kv_tiles)
     xp = np if isinstance(ranges.lo, np.ndarray) else jnp
     tiles = np.where(used, head * num_kv_tiles + kv_tile, -1)
-    return _key_words(ranges, tiles, batch * num_kv_heads, xp)
+    return _key_words(ranges, marks, tiles, batch * num_kv_heads, xp)
 
 
-def _key_words(ranges: QueryRanges, tiles: Any, num_heads: int, xp: Any) -> Any:
+def _key_words(ranges: QueryRanges, marks: Any, tiles: Any, num_heads: int, xp: Any) -> Any:
     """Expands tile numbers ``(b * Hk + h) * num_kv_tiles + kv_tile``; ``num_heads`` is B * Hk."""
     num_kv_tiles = ranges.lo.shape[1]
     used = tiles >= 0
@@ -606,5 +647,6 @@ def _key_words(ranges: QueryRanges, tiles: Any, num_heads: int, xp: Any) -> Any:
     head, kv_tile = tile // num_kv_tiles, tile % num_kv_tiles
     row = row_of(head, ranges.lo.shape[0], num_heads)
     words = [xp.where(used, kv_tile, -1), head]
-    words += [xp.asarray(x)[row, kv_tile] for x in ranges]
+    marks = xp.zeros_like(ranges.lo) if marks is None else marks
+    words += [xp.asarray(x)[row, kv_tile] for x in (*ranges, marks)]
     return xp.stack(words, axis=-1).astype(xp.int32)

@@ -261,6 +261,32 @@ def test_empty_queries_may_be_nan(interpreted):
     check(run(q, k, v, do, dlse, **keywords), want)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        kernel_config.BackwardConfig(do_stages=3, split_edges=False),
+        kernel_config.BackwardConfig(block_q=128, parts=2, take_turns=False),
+    ],
+    ids=["D128", "D64"],
+)
+def test_the_kernel_zeroes_queries_without_gradient(config, interpreted, monkeypatch):
+    """Of own keys, where intervals are known at run time; no pass over the arrays does it."""
+    monkeypatch.setattr(backend, "can_have_empty_rows", lambda *_: False)
+    interpreted(config=config)
+    cu_q, cu_k = i32(0, 40, 90, 200, 220), i32(0, 70, 70, 130, 140)
+    q, k, v = (x[0] for x in qkv(1, 240, 150, 1, 1, 64 if config.splits_rows else 128))
+    do, dlse = cotangents(q, v)
+    clean = {"do": do.copy(), "dlse": dlse}
+    want = oracle64.ragged_attention_grads(q, k, v, cu_q=cu_q, cu_k=cu_k, is_causal=True, **clean)
+    q = q.copy()
+    for rows in (slice(40, 90), slice(90, 140), slice(200, 210), slice(220, 240)):
+        q[rows], do[rows] = np.nan, np.inf  # no keys; more queries than keys, twice; no sequence
+    got = run(
+        q, k, v, do, dlse, ragged_attention, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, is_causal=True
+    )
+    check(got, want)
+
+
 @pytest.mark.parametrize("zero", ["batch", "tq", "tk", "dv"])
 def test_zero_sizes(zero, interpreted):
     sizes = {"batch": 1, "tq": 9, "tk": 9, "hq": 1, "hk": 1, "d": 64, "dv": 64} | {zero: 0}
@@ -447,12 +473,12 @@ def test_schedule_has_every_key_tile_once(static, slabs):
     else:
         words = np.asarray(schedule.make_for_keys(ranges, batch, heads, blocks, 2))[None]
     assert (words[:, :, -1, 0] == -1).all()
-    seen = words.reshape(-1, 6)
+    seen = words.reshape(-1, 7)
     seen = seen[seen[:, 0] >= 0]
     assert len(seen) == num_tiles * batch * heads
     assert len(np.unique(seen[:, :2], axis=0)) == len(seen)
-    for tile, _, *found in seen.tolist():
-        assert found == [int(np.asarray(x)[0, tile]) for x in ranges]
+    for tile, _, *found, mark in seen.tolist():
+        assert (*found, mark) == (*(int(np.asarray(x)[0, tile]) for x in ranges), 0)
     if static and not slabs:
         loads = np.where(words[..., 0] >= 0, words[..., 5] - words[..., 2], 0).sum(axis=2)
         assert loads.max() <= loads.mean() * 1.15

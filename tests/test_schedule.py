@@ -145,7 +145,7 @@ def test_the_longest_tiles_go_first():
 
 
 def test_blocks_share_unequal_documents_evenly():
-    """64 documents, log-normal, in 64k tokens: no block gets more than 6 % above the mean."""
+    """64 documents, log-normal, in 64k tokens: no block gets more than 4 % above the mean."""
     lengths = np.random.default_rng(0).lognormal(0.0, 0.8, 64)
     ends = np.cumsum(lengths / lengths.sum() * 65536).astype(np.int32)
     cu_seqlens = jnp.asarray(np.concatenate([[0], ends]))
@@ -154,7 +154,7 @@ def test_blocks_share_unequal_documents_evenly():
     words = np.asarray(schedule.make(ranges, 1, 16, num_blocks=132, head_group=8))
     cost = (words[..., 2] >> 16) - (words[..., 2] & 0xFFFF) + 1
     load = np.where(words[..., 0] >= 0, cost, 0).sum(axis=1)
-    assert load.max() <= 1.06 * load.mean()
+    assert load.max() <= 1.04 * load.mean()
 
 
 def test_schedule_packs_large_numbers():
