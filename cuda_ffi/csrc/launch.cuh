@@ -150,14 +150,12 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
   }
   if (tokens <= kMaxSoloTokens) {
     // The larger a block, the sooner a long item ends; small ones begin and end behind each other.
-    // Of long items small ones must all run at once: the last of a second wave would run alone.
+    // Items are mostly shorter than their tables: then small blocks are up to 1.7 times faster, and
+    // up to 1.1 times slower if all are as long as can be and the last of them run alone.
     const bool is_short = tokens <= kShortTokens, is_one_tile = grid.row_tiles == 1;
-    const bool is_one_wave = items <= Solo::kBlocks * sms;
-    if (items > sms && (is_short || (is_one_tile && is_one_wave))) {
-      return launch_fixed<Solo>(p, grid, 1, stream);
-    }
+    if (items > sms && (is_short || is_one_tile)) return launch_fixed<Solo>(p, grid, 1, stream);
     const bool fills = 2 * items > sms || max_chunks <= Cluster::kWarps;
-    if (items <= sms ? fills : is_one_tile) return launch_fixed<Cluster>(p, grid, 1, stream);
+    if (items <= sms && fills) return launch_fixed<Cluster>(p, grid, 1, stream);
   }
   return launch_balanced<Ranges_>(p, grid, max_chunks, device, stream);
 }
