@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from jax_flash import backends, dot_product_attention, explain, ragged_attention, reference
-from jax_flash.mask import Mask, packed_mask
-from pallas_kernels import backend, schedule
+from pallas_kernels import backend
 from pallas_kernels import backward_config as kernel_config
 from pallas_kernels.backward_body import Kernel
 from tests import oracle64
@@ -408,82 +407,6 @@ def run_without(layout, barrier):
     check(run(q, k, v, do, dlse), want)
 
 
-MASKS = {
-    "full": Mask(),
-    "causal": Mask(is_causal=True),
-    "offset": Mask(is_causal=True, q_offset=37),
-    "early": Mask(is_causal=True, q_offset=-90),
-    "window": Mask(window=(50, 20)),
-    "causal window": Mask(is_causal=True, window=(100, 0), q_offset=60),
-    "lengths": Mask(kv_ends=jnp.array([[0], [150]], jnp.int32)),
-    "q lengths": Mask(is_causal=True, q_lengths=jnp.array([70, 1], jnp.int32)),
-    "out of order": Mask(kv_ends=jnp.array([[230, 5] * 100], jnp.int32)),
-    "segments": Mask(
-        q_segments=jnp.array([[0] * 100 + [1] * 100]),
-        kv_segments=jnp.array([[0] * 130 + [1] * 100]),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_ranges_hold_what_keys_are_seen_by(name):
-    """What a range leaves out does not see the key tile; what it calls full sees all of it."""
-    mask, q_len, kv_len, block_q, block_kv = MASKS[name], 200, 230, 32, 64
-    ranges, edges = schedule.find_query_ranges(mask, q_len, kv_len, block_q, block_kv)
-    lo, full_lo, full_hi, hi = map(np.asarray, ranges)
-    array = mask.to_array(q_len, kv_len)
-    visible = np.ones((1, 1, q_len, kv_len), bool) if array is None else np.asarray(array)
-    visible = np.broadcast_to(visible[:, 0], (lo.shape[0], q_len, kv_len))
-    assert ((lo <= full_lo) & (full_lo <= full_hi) & (full_hi <= hi)).all()
-    assert edges.leading or (lo == full_lo).all()
-    assert edges.trailing or (full_hi == hi).all()
-    for b, tile in np.ndindex(lo.shape):
-        keys = slice(tile * block_kv, (tile + 1) * block_kv)
-        seeing = np.flatnonzero(visible[b, :, keys].any(axis=1)) // block_q
-        assert ((lo[b, tile] <= seeing) & (seeing < hi[b, tile])).all()
-        rows = slice(full_lo[b, tile] * block_q, full_hi[b, tile] * block_q)
-        assert visible[b, rows, keys].all()
-        if rows.start < rows.stop:
-            assert keys.stop <= kv_len
-    if name == "causal":
-        np.testing.assert_array_equal(lo[0], [0, 2, 4, 6])
-        np.testing.assert_array_equal(full_lo[0], [2, 4, 6, 7])
-    if name == "early":  # tiles 0, 1 and a part of 2 see nothing
-        np.testing.assert_array_equal(lo[0], [2, 4, 7, 7])
-        np.testing.assert_array_equal(full_lo[0], [5, 7, 7, 7])
-    if name == "segments":
-        np.testing.assert_array_equal(hi[0], [4, 4, 7, 7])
-        np.testing.assert_array_equal(full_hi[0] - full_lo[0], [3, 3, 0, 0])
-
-
-@pytest.mark.parametrize("static", [True, False])
-@pytest.mark.parametrize("slabs", [0, 1, 3])
-def test_schedule_has_every_key_tile_once(static, slabs):
-    mask = Mask(is_causal=True)
-    if not static:
-        mask = Mask(is_causal=True, q_offsets=jnp.zeros((1, 1), jnp.int32))
-    batch, heads, blocks, num_tiles = 2, 3, 4, 8
-    ranges, _ = schedule.find_query_ranges(mask, 1000, 1000, 64, 128)
-    if slabs:
-        words = np.asarray(schedule.make_in_rounds(ranges, batch, heads, blocks, slabs))
-        for round_words in words:
-            used = round_words[..., :2].reshape(-1, 2)
-            used = [(tile % slabs, head) for tile, head in used.tolist() if tile >= 0]
-            assert len(used) == len(set(used)), "two tiles of a round add to the same place"
-    else:
-        words = np.asarray(schedule.make_for_keys(ranges, batch, heads, blocks, 2))[None]
-    assert (words[:, :, -1, 0] == -1).all()
-    seen = words.reshape(-1, 7)
-    seen = seen[seen[:, 0] >= 0]
-    assert len(seen) == num_tiles * batch * heads
-    assert len(np.unique(seen[:, :2], axis=0)) == len(seen)
-    for tile, _, *found, mark in seen.tolist():
-        assert (*found, mark) == (*(int(np.asarray(x)[0, tile]) for x in ranges), 0)
-    if static and not slabs:
-        loads = np.where(words[..., 0] >= 0, words[..., 5] - words[..., 2], 0).sum(axis=2)
-        assert loads.max() <= loads.mean() * 1.15
-
-
 def test_configs_ask_for_no_more_than_there_is():
     with pytest.raises(ValueError, match="consumer_registers=248"):
         kernel_config.BackwardConfig(consumer_registers=248)
@@ -512,31 +435,3 @@ def test_twenty_runs_agree(d, interpreted):
 
 if __name__ == "__main__":
     run_without(*sys.argv[1:])
-
-
-def packed(cu_seqlens_q, cu_seqlens_k, is_causal, window):
-    cu_seqlens = (jnp.asarray(x, jnp.int32) for x in (cu_seqlens_q, cu_seqlens_k))
-    return packed_mask(*cu_seqlens, 200, 230, is_causal=is_causal, window=window)
-
-
-IN_ORDER = {name: MASKS[name] for name in ("lengths", "q lengths", "early", "causal window")} | {
-    "packed": packed([0, 50, 50, 51, 190], [0, 60, 70, 75, 230], True, None),
-    "packed window": packed([10, 60, 100, 200], [5, 10, 110, 190], False, (20, 3)),
-    "more queries than keys": packed([0, 90, 150, 199], [0, 20, 60, 60], True, (30, 0)),
-}
-
-
-@pytest.mark.parametrize("name", IN_ORDER)
-@pytest.mark.parametrize("at_once", [True, False])
-def test_bounds_are_the_queries_that_see_a_key(name, at_once, monkeypatch):
-    """Exactly those, however they are searched for."""
-    monkeypatch.setattr(schedule, "_FEW_COMPARISONS", 2**20 if at_once else 0)
-    q_len, kv_len, num_keys = 200, 230, 256
-    start, end = map(
-        np.asarray, schedule.find_query_bounds(IN_ORDER[name], q_len, kv_len, num_keys)
-    )
-    query = np.arange(q_len)[:, None]
-    inside = (start[:, None] <= query) & (query < end[:, None])
-    visible = np.asarray(IN_ORDER[name].to_array(q_len, kv_len))[:, 0]
-    np.testing.assert_array_equal(inside[..., :kv_len], visible)
-    assert not inside[..., kv_len:].any()
