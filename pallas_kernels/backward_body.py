@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import schedule as schedules
 from pallas_kernels import tiles
 from pallas_kernels.backward_config import GROUPS, BackwardConfig, cleans_queries
-from pallas_kernels.backward_tiles import KEY_SUMS, QUERY_BOUNDS, ROWS, Step, Tiles
+from pallas_kernels.backward_tiles import KEY_SUMS, ROWS, Step, Tiles, key_vectors
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops, loop_between
 
@@ -77,9 +77,9 @@ def scratch_tree(
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
     dropout = problem.dropout_rate > 0.0
-    # The parts of fp32 leave no room.
-    has_bounds = not problem.mask.has_static_ranges and problem.parts == 1
-    bounds_shape = (len(QUERY_BOUNDS), block_kv)
+    # The parts of fp32 leave no room for what masks compare.
+    of_keys = key_vectors(problem) if problem.parts == 1 else ()
+    segments = int("kv_segments" in of_keys)
     tree = {
         "k_s": buffer(1, block_kv, d),
         "v_s": buffer(1, block_kv, dv),
@@ -89,16 +89,17 @@ def scratch_tree(
         "delta_s": plgpu.SMEM((config.do_stages, block_q), jnp.float32),
         "ds_s": buffer(stages, block_q // ROWS, block_kv, ROWS),
         "dq_s": tiles.buffer((GROUPS, ROWS, config.dq_columns or dq_shape[1]), jnp.float32),
-        "query_bounds_s": plgpu.SMEM(bounds_shape, jnp.int32) if has_bounds else None,
-        "k_full": barriers(arrivals=problem.parts + len(QUERY_BOUNDS) * has_bounds),
+        "of_keys_s": plgpu.SMEM((len(of_keys), block_kv), jnp.int32) if of_keys else None,
+        "k_full": barriers(arrivals=problem.parts + len(of_keys)),
         "v_full": barriers(arrivals=problem.parts),
         "kv_empty": barriers(),
-        # Q, lse and row keys
-        "q_full": barriers(config.q_stages, problem.parts + (2 if dropout else 1)),
+        # Q, lse, row keys and segments
+        "q_full": barriers(config.q_stages, problem.parts + 1 + dropout + segments),
         "q_empty": barriers(config.q_stages),
         "do_full": barriers(config.do_stages, problem.parts + 1),  # dO and delta
         "do_empty": barriers(config.do_stages),
         "row_keys_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if dropout else None,
+        "q_segments_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if segments else None,
         "sums_s": plgpu.SMEM((GROUPS, key_sums, ROWS), jnp.float32) if key_sums else None,
         "meeting": None if ops.interpret is None else plgpu.Barrier(num_arrivals=GROUPS),
         "s_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
@@ -230,7 +231,7 @@ class Kernel(Tiles):
         """Loads what one key tile needs; returns the steps made."""
         refs, config = self.refs, self.config
         batch, kv_head = self.batch_and_head(tile)
-        of_queries = ("lse", "row_keys") if "row_keys" in refs else ("lse",)
+        of_queries = [x for x in ("lse", "row_keys", "q_segments") if f"{x}_s" in refs]
 
         def load(x: str, vectors: Any, slot: Any, at: tuple[Any, ...], row: Any) -> None:
             """A tile of Q or dO, and vectors with an entry for each of its rows."""
@@ -240,7 +241,8 @@ class Kernel(Tiles):
             full = refs[f"{x}_full"].at[slot]
             self.ops.copy_operand(refs[x], (batch, span, head), refs[f"{x}_s"].at[slot], full)
             for name in vectors:
-                source = refs[name].at[batch, head, span]
+                at = () if name == "q_segments" else (head,)
+                source = self.of_batch(name, batch).at[*at, span]
                 plgpu.copy_gmem_to_smem(source, refs[f"{name}_s"].at[slot], full)
 
         self.wait("kv_empty")
@@ -248,8 +250,8 @@ class Kernel(Tiles):
         for x in ("k", "v"):
             target, full = refs[f"{x}_s"].at[0], refs[f"{x}_full"].at[0]
             self.ops.copy_operand(refs[x], (batch, keys, kv_head), target, full)
-        for place, name in enumerate(QUERY_BOUNDS if "query_bounds_s" in refs else ()):
-            source, target = self.of_batch(name, batch).at[keys], refs["query_bounds_s"].at[place]
+        for place, name in enumerate(key_vectors(self.problem) if "of_keys_s" in refs else ()):
+            source, target = self.of_batch(name, batch).at[keys], refs["of_keys_s"].at[place]
             plgpu.copy_gmem_to_smem(source, target, refs["k_full"].at[0])
 
         def load_tile(turn: Any, at: tuple[Any, ...], row: Any) -> None:

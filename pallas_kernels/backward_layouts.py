@@ -312,8 +312,13 @@ class OwnGradients(Kernel):
             shape = (ROWS, self.config.block_q)
             given = self.given(step, step.row, step.key, shape, (q_slot,))
             s = ops.load_accumulator(s_acc, wait=0)
-            self.arrive("q_empty", q_slot)
+            reads_later = "q_segments_s" in refs
+            if not reads_later:
+                self.arrive("q_empty", q_slot)
             p = self.probabilities(step, s, lse, given, step.row, step.key)
+            if reads_later:
+                ops.fence_reads()
+                self.arrive("q_empty", q_slot)
             kept = p.kept.astype(self.problem.dtype)
             return kept, kept if p.slopes is p.kept else p.slopes.astype(self.problem.dtype)
 

@@ -31,6 +31,12 @@ QUERY_BOUNDS = ("query_start", "query_end")  # of keys, where they are known at 
 KEY_SUMS = ("dbias_keys", "dslopes")  # gradients of terms that are sums over queries
 
 
+def key_vectors(problem: Problem) -> tuple[str, ...]:
+    """Names of what masks compare that is a number a key: int32 ``[B|1, keys]``."""
+    bounds = () if problem.mask.has_static_ranges else QUERY_BOUNDS
+    return bounds if problem.mask.kv_segments is None else (*bounds, "kv_segments")
+
+
 class Step(NamedTuple):
     """One query tile of one query head.
 
@@ -65,6 +71,7 @@ class Given(NamedTuple):
         visible: fp32, one entry a row: 0 hides a key from all queries; None hides none.
         row_keys: int32, one entry a column, for dropout, or None.
         seed: int32 scalar, likewise.
+        place: where in the ring of Q the tile's queries are.
     """
 
     of_keys: Array | None
@@ -73,6 +80,7 @@ class Given(NamedTuple):
     visible: Array | None
     row_keys: Array | None
     seed: Any
+    place: tuple[Any, ...]
 
 
 class Probabilities(NamedTuple):
@@ -113,46 +121,52 @@ class Tiles:
         self.value_scale = 1.0 / (1.0 - problem.dropout_rate)
         self.warpgroup = lax.axis_index("warpgroup")
 
-    def hide(self, step: Step, s: Array, row: Any, key: Any) -> Array:
+    def hide(self, step: Step, s: Array, given: Given, row: Any, key: Any) -> Array:
         """Scores with -inf where a query does not see a key, a boolean mask aside.
 
         Args:
             step: the step.
             s: scores of keys from ``key`` on (rows) and queries from ``row`` on (columns).
+            given: of this tile.
             row: first query.
             key: first key.
         """
-        ops, mask, (num_keys, num_queries) = self.ops, self.problem.mask, s.shape
+        ops, mask = self.ops, self.problem.mask
         of_queries = of_keys = None
         if mask.q_segments is not None:
-            queries, keys = pl.ds(row, num_queries), pl.ds(key, num_keys)
-            of_queries = ops.load_columns(self.of_batch("q_segments", step.batch).at[queries])
-            of_keys = ops.load_rows(self.of_batch("kv_segments", step.batch).at[keys])
-        if "query_start" in self.refs:
+            if "q_segments_s" in self.refs:
+                of_queries = ops.load_shared_columns(self.refs["q_segments_s"].at[given.place])
+            else:
+                source = self.of_batch("q_segments", step.batch).at[pl.ds(row, s.shape[1])]
+                of_queries = ops.load_columns(source)
+            of_keys = self.key_vector("kv_segments", step, key, s.shape[0])
+        if not mask.has_static_ranges:
             # Two numbers a key are 4 in each thread, and at hand. Two numbers a query would be 32,
             # from global memory, and for want of registers be waited for in four rounds.
-            start, end = (
-                ops.load_rows(
-                    self.refs["query_bounds_s"].at[place, pl.ds(key - step.key, num_keys)]
-                    if "query_bounds_s" in self.refs
-                    else self.of_batch(name, step.batch).at[pl.ds(key, num_keys)]
-                )
-                for place, name in enumerate(QUERY_BOUNDS)
-            )
+            start, end = (self.key_vector(name, step, key, s.shape[0]) for name in QUERY_BOUNDS)
             return tiles.hide(ops, s, tiles.RowBounds(start, end, of_keys), row, of_queries)
-        position = ops.column_iota(num_queries) + (row + mask.q_offset)
+        position = ops.column_iota(s.shape[1]) + (row + mask.q_offset)
         start, end = mask.static_interval(position, self.problem.kv_len)
         start = None if isinstance(start, int) else start
         bounds = tiles.RowBounds(start, end, of_queries)
         visible = tiles.visible_columns(ops, s.shape, bounds, key, of_keys)
         return jnp.where(visible, s, -jnp.inf)
 
+    def key_vector(self, name: str, step: Step, key: Any, count: int) -> Array:
+        """One of :func:`key_vectors`, of the keys from ``key`` on."""
+        if "of_keys_s" not in self.refs:
+            return self.ops.load_rows(self.of_batch(name, step.batch).at[pl.ds(key, count)])
+        place = key_vectors(self.problem).index(name), pl.ds(key - step.key, count)
+        return self.ops.load_rows(self.refs["of_keys_s"].at[place])
+
     def of_batch(self, name: str, batch: Any) -> Ref:
         """Of an array ``[B|1, ...]`` the element's part."""
         ref = self.refs[name]
         return ref.at[batch if ref.shape[0] > 1 else 0]
 
-    def given(self, step: Step, row: Any, key: Any, shape: tuple[int, int], place: Any) -> Given:
+    def given(
+        self, step: Step, row: Any, key: Any, shape: tuple[int, int], place: tuple[Any, ...]
+    ) -> Given:
         """Reads what terms say about a tile.
 
         Args:
@@ -180,7 +194,7 @@ class Tiles:
         if "row_keys" in names:
             row_keys = self.ops.load_shared_columns(names["row_keys_s"].at[place])
             seed = names["seeds"][step.batch]
-        return Given(of_keys, of_queries, bias, visible, row_keys, seed)
+        return Given(of_keys, of_queries, bias, visible, row_keys, seed, place)
 
     def probabilities(
         self, step: Step, s: Array, lse: Array, given: Given, row: Any, key: Any
@@ -194,7 +208,7 @@ class Tiles:
         s = self.terms.scores(s, rows=given.of_keys, columns=of_queries, bias=given.bias)
 
         def hide() -> Array:
-            return self.hide_by_array(step, self.hide(step, s, row, key), given, row, key)
+            return self.hide_by_array(step, self.hide(step, s, given, row, key), given, row, key)
 
         x = s
         if step.masked is True:

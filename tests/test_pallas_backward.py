@@ -92,6 +92,11 @@ def check(got, want, tolerance=4e-3):
         assert np.linalg.norm(x - want[name]) <= tolerance * max(scale, 1e-30), name
 
 
+IDS = np.repeat(i32(1, 0, 2), 50)[None], np.repeat(i32(1, 2, 3), 50)[None]
+SEGMENTS = (
+    dict(zip(("query_segment_ids", "key_value_segment_ids"), IDS, strict=True)),
+    dict(zip(("q_segments", "kv_segments"), IDS, strict=True)),
+)
 CASES = COMMON_CASES | {
     "D64/128": ((1, 70, 140, 1, 1, 64, 128), {}, {}),
     "grouped heads": ((1, 130, 200, 4, 2, 128), {"is_causal": True, "q_offset": 70}, None),
@@ -103,17 +108,8 @@ CASES = COMMON_CASES | {
         {"query_seq_lengths": i32(100, 3, 70, 0), "key_value_seq_lengths": i32(130, 200, 0, 9)},
         {"q_lengths": i32(100, 3, 70, 0), "kv_lengths": i32(130, 200, 0, 9)},
     ),
-    "segments": (
-        (1, 150, 150, 1, 1, 64),
-        {
-            "query_segment_ids": np.repeat(i32(1, 0, 2), 50)[None],
-            "key_value_segment_ids": np.repeat(i32(1, 2, 3), 50)[None],
-        },
-        {
-            "q_segments": np.repeat(i32(1, 0, 2), 50)[None],
-            "kv_segments": np.repeat(i32(1, 2, 3), 50)[None],
-        },
-    ),
+    "segments": ((1, 150, 150, 1, 1, 64), *SEGMENTS),
+    "segments D256": ((1, 150, 150, 1, 1, 256), *SEGMENTS),
     "negative scale": ((1, 64, 64, 1, 1, 64), {"scale": -0.3}, None),
     "zero scale": ((1, 64, 64, 1, 1, 64), {"scale": 0.0}, None),
 }
