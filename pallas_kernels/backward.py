@@ -25,8 +25,11 @@ the schedule (:func:`pallas_kernels.schedule.make_for_keys`). Two layouts:
                     that with dV one step late, so it never waits for the other's dS' of a step.
 
 Queries that need no mask come without a test. In the rest scores and dS' are replaced where a key
-is hidden, and K_j is cleaned of NaN and inf once, because dQ multiplies it by zeros. Rows with
-lse = +inf have P' = 0: that is how the launcher marks rows that see nothing, or see NaN.
+is hidden, and K_j is cleaned of NaN and inf once, because dQ multiplies it by zeros. Where lengths
+are known at run time only, what is compared are the first and last query of each key, which come to
+shared memory with K_j. Rows with lse = +inf have P' = 0: that is how the launcher marks rows that
+see nothing, or see NaN. With own keys such rows of Q and dO are zeroed in masked tiles, since they
+may hold anything; in other cases they must come so.
 
 Terms (:mod:`pallas_kernels.terms`) are compile-time options. What the logits of a query have in
 common goes into lse, outside, unless a soft cap stands between. With a soft cap c tanh(x / c), dS'
