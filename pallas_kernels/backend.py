@@ -193,10 +193,6 @@ def differentiate(
     rate = spec.dropout_rate
     if rate == 1.0:  # nothing reaches the output; what is left comes through the log-sum-exp
         rate, do = 0.0, jnp.zeros_like(do)
-    if spec.arrays.bias is not None or can_have_empty_rows(operands.mask, spec.q_len, spec.kv_len):
-        # They may hold anything, and meet probabilities of 0.
-        rows = jnp.isfinite(residuals.lse)[..., None]
-        q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))
     head_dim, value_dim = backward_config.padded_dims(spec.head_dim, spec.value_dim)
     problem = kernel.Problem(
         batch=spec.batch,
@@ -215,6 +211,14 @@ def differentiate(
         dropout_rate=rate,
         num_blocks=num_blocks or _multiprocessors(),
     )
+    config = config or backward_config.default_config(problem)
+    can_be_empty = can_have_empty_rows(operands.mask, spec.q_len, spec.kv_len)
+    if spec.arrays.bias is not None or (
+        can_be_empty and not backward_config.cleans_queries(problem, config)
+    ):
+        # They may hold anything, and meet probabilities of 0.
+        rows = jnp.isfinite(residuals.lse)[..., None]
+        q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))
     wanted = backward_terms.Wanted(
         bias=operands.bias is not None and "bias" not in spec.constants,
         alibi_slopes=operands.alibi_slopes is not None and "alibi_slopes" not in spec.constants,
