@@ -56,6 +56,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -176,11 +177,14 @@ def attention_backward(
         slabs = max(min(num_kv_tiles, num_blocks // (batch * num_heads), affordable), 1)
     dq_shape = (slabs * batch, *dq_shape[1:])
     extra = backward_terms.sums(problem, wanted or Wanted(), rows, keys)
+    if _smem_bytes(problem, config, extra) > tiles.MAX_SMEM_BYTES:
+        # What else is wanted takes the room of the bias's last tile, or of the second dS'.
+        stages = config.bias_stages
+        less = {"bias_stages": stages - 1} if stages else {"ds_buffers": 1}
+        config = dataclasses.replace(config, **less)
+    if (taken := _smem_bytes(problem, config, extra)) > tiles.MAX_SMEM_BYTES:
+        raise ValueError(f"{config} takes {taken} bytes of shared memory of {tiles.MAX_SMEM_BYTES}")
     scratch = scratch_tree(problem, config, ops, tuple(extra))
-    if config.bias_stages and tiles.smem_bytes(scratch) > tiles.MAX_SMEM_BYTES:
-        # What else is wanted takes the room of the bias's last tile.
-        config = dataclasses.replace(config, bias_stages=config.bias_stages - 1)
-        scratch = scratch_tree(problem, config, ops, tuple(extra))
     # A deterministic launch writes some rows of dk and dv, another launch the others.
     sums = (*(("dq", "dk", "dv") if deterministic else ("dq",)), *extra)
     outputs = {} if deterministic else {"dk": k, "dv": v}
@@ -233,3 +237,9 @@ def attention_backward(
     dq, dk, dv, *others = pl.run_state(add_up)(zeros)
     dq = dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0) if slabs > 1 else dq
     return dq, dk, dv, dict(zip(extra, others, strict=True))
+
+
+def _smem_bytes(problem: Problem, config: BackwardConfig, extra: Iterable[str]) -> int:
+    """On a GPU, also where the kernel is interpreted, which knows no limit."""
+    ops = Ops(None, problem.parts)
+    return tiles.smem_bytes(scratch_tree(problem, config, ops, tuple(extra)))

@@ -40,7 +40,7 @@ KERNELS = [("fusion_1", 6.0), ("gemm_fusion_dot_2_0", 8.0), ("fusion_12", 4.0)]
 
 @pytest.fixture
 def here(monkeypatch, standard_promotion):
-    """Children run in this process, on a stand-in for a GPU: 8 µs a launch, 2 of them the host's."""
+    """Children run in this process, on a stand-in for a GPU: a launch takes 8 µs, its host 2."""
     if jax.default_backend() == "gpu":
         pytest.skip("a stand-in for a GPU needs a CPU")
     pretend(monkeypatch)

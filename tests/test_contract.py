@@ -283,11 +283,12 @@ def check(case, implementation, with_lse):
     dtypes = {"out": case.dtype, "lse": "float32"}
     dtypes |= {grad_name(name): x.dtype for name, x in floats.items()}
     want, errors = expectation(case, with_lse)
-    # Tensor cores add up with truncation, which shows where plain sums have a term or two.
-    roundings = 4 if (implementation, case.dtype) == ("mosaic", "float32") else 1
+    # Tensor cores add up with truncation, which shows where plain sums are short, or one number is
+    # what is left of many; over whole arrays the error is the plain one (bench/terms.py).
+    slack = 2.0 if (implementation, case.dtype) == ("mosaic", "float32") else 1.0
     for name, x in got.items():
         assert x.dtype == dtypes[name], name
-        assert_close(x, want[name], errors[name], name, roundings=roundings)
+        assert_close(x, want[name], errors[name], name, slack=slack)
 
 
 def grad_name(name):

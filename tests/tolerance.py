@@ -289,7 +289,7 @@ def largest_error(got, want, name=""):
     return np.abs(got[finite] - want[finite]).max(initial=0.0)
 
 
-def assert_close(got, want, plain_error=0.0, name="", *, roundings=1):
+def assert_close(got, want, plain_error=0.0, name="", *, slack=1.0):
     """Asserts an error of at most twice that of the plain computation and one rounding.
 
     Args:
@@ -297,12 +297,12 @@ def assert_close(got, want, plain_error=0.0, name="", *, roundings=1):
       want: float64, what is right; where it is not finite, `got` must be the same.
       plain_error: the largest error of the plain computation.
       name: what the array is, for the message.
-      roundings: instead of one.
+      slack: times what is allowed.
     """
     error = largest_error(got, want, name)
     # A rounding of the largest number; the data themselves are around 1.
-    rounding = roundings * float(jnp.finfo(got.dtype).eps) * max(
+    rounding = float(jnp.finfo(got.dtype).eps) * max(
         1.0, np.abs(want, where=np.isfinite(want), out=np.zeros_like(want)).max(initial=0.0)
     )
-    allowed = 2.0 * plain_error + rounding
+    allowed = slack * (2.0 * plain_error + rounding)
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
