@@ -8,7 +8,6 @@ arguments, results and temporary arrays, as XLA allocates them.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +21,6 @@ NOTE = (
     "to fp32, last sequence, first and last head; memory: arguments, results and temporary arrays."
 )
 _TOKENS, _COLUMNS = 16384, 2048
-_COMPILER_THREADS = 8
 _TIMING = {"rounds": 3, "iterations": 3}
 # Without a mask there is nothing to prune: step 4 is step 3.
 _ONLY_CAUSAL = (4,)
@@ -53,21 +51,23 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """Checks and times all steps, case after case."""
     import jax
 
-    from bench import accuracy, run
+    from bench import run
+    from pallas_kernels import ladder
 
     wanted = arguments.cases or [""]
     chosen = [case for case in CASES if any(part in case.name for part in wanted)]
     jax.config.update("jax_enable_compilation_cache", False)
-    with concurrent.futures.ThreadPoolExecutor(_COMPILER_THREADS) as pool:
-        compiled = {case: _submit(pool, case) for case in chosen}
-        references = {
-            case: pool.submit(lambda case: accuracy.Reference(case, run.inputs(case)), case)
-            for case in chosen
-        }
-        # All of it first: XLA's autotuning, and the references, run on the GPU.
-        pool.shutdown(wait=True)
+    steps = {
+        (case, impl(number)): functools.partial(_compile, case, number)
+        for case in chosen
+        for number in (*ladder.STAGES, len(ladder.STAGES) + 1)
+        if case.is_causal or number not in _ONLY_CAUSAL
+    }
+    references = {(case, None): functools.partial(_reference, case) for case in chosen}
+    done = run.in_threads({**steps, **references})
     for case in chosen:
-        yield from _measure(case, compiled.pop(case), references.pop(case).result())
+        compiled = {name: done.pop((of, name)) for of, name in steps if of == case}
+        yield from _measure(case, compiled, done.pop((case, None)).result())
 
 
 def attention(case: Case, number: int) -> Callable[..., Any]:
@@ -80,22 +80,19 @@ def attention(case: Case, number: int) -> Callable[..., Any]:
     return peers.IMPLEMENTATIONS[OURS](case)
 
 
-def _submit(pool: concurrent.futures.Executor, case: Case) -> dict[str, Any]:
-    """{implementation: the future of its executable}."""
+def _compile(case: Case, number: int) -> Any:
     import jax
 
     from bench import run
-    from pallas_kernels import ladder
 
-    def compile_(number: int) -> Any:
-        structs = jax.eval_shape(lambda: run.inputs(case))
-        return jax.jit(attention(case, number)).lower(*structs).compile()
+    structs = jax.eval_shape(lambda: run.inputs(case))
+    return jax.jit(attention(case, number)).lower(*structs).compile()
 
-    return {
-        impl(number): pool.submit(compile_, number)
-        for number in (*ladder.STAGES, len(ladder.STAGES) + 1)
-        if case.is_causal or number not in _ONLY_CAUSAL
-    }
+
+def _reference(case: Case) -> Any:
+    from bench import accuracy, run
+
+    return accuracy.Reference(case, run.inputs(case))
 
 
 def _measure(case: Case, compiled: dict[str, Any], reference: Any) -> Iterator[Row]:
