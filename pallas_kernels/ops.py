@@ -243,6 +243,19 @@ class Ops:
         first = plgpu.broadcasted_iota(jnp.int32, (8,), 0, layout=layout).astype(jnp.float32)
         return registers.counted_on(first, size)
 
+    def widen(self, x: Array) -> Array:
+        """A TILE of 16 or 32 bits in fp32."""
+        if self.interpret is None and x.dtype == jnp.bfloat16:
+            return registers.widen(x)
+        return x.astype(jnp.float32)
+
+    def probability(self, exponent: Array) -> Array:
+        """``min(exp2(exponent), 1)`` of an fp32 TILE, and 0 for NaN: one instruction after exp2."""
+        p = jnp.exp2(exponent)
+        if self.interpret is None:
+            return registers.saturate(p)
+        return jnp.where(p <= 1.0, p, jnp.where(p > 1.0, 1.0, 0.0))
+
     def tanh(self, x: Array) -> Array:
         """The hyperbolic tangent of an fp32 TILE; on a GPU to 2**-11, by one instruction.
 
@@ -288,7 +301,8 @@ class Ops:
 
         Args:
             x: fp32 ``[m, n]``, at least 0.
-            row_keys: int32, one entry a query: COLUMNS if the keys are rows, else ROWS.
+            row_keys: int32, one entry a query: COLUMNS if the keys are rows, else ROWS. The tile's
+                first query is a multiple of 16.
             key: index of the tile's first key: a multiple of 16.
             seed: int32 scalar, the batch element's second seed.
             threshold: of :func:`jax_flash.mask.dropout_threshold`.
@@ -298,10 +312,10 @@ class Ops:
         if self.interpret is None:
             start = seed + lax.div(key, 2) * np.uint32(mask.DROPOUT_GOLDEN).astype(np.int32)
             return registers.drop(x, row_keys, start, threshold, keys_axis, negate)
-        keys = key + jnp.arange(x.shape[keys_axis])
-        seeds = lax.bitcast_convert_type(seed, jnp.uint32)
-        queries = lax.bitcast_convert_type(row_keys, jnp.uint32)
-        keep = mask.dropout_bits(queries[:, None], seeds, keys[None]) >= np.uint32(threshold)
+        rows, keys = jnp.arange(row_keys.size), key + jnp.arange(x.shape[keys_axis])
+        row_keys, seed = (lax.bitcast_convert_type(x, jnp.uint32) for x in (row_keys, seed))
+        bits = mask.dropout_bits(row_keys[:, None], seed, rows[:, None], keys[None])
+        keep = bits >= np.uint32(threshold)
         return jnp.where(keep if keys_axis == 1 else keep.T, x, -x if negate else 0.0)
 
     def any_nonfinite(self, x: Array) -> Array:
@@ -394,7 +408,7 @@ class Ops:
         return ref[...]
 
     def load_shared_tile(self, ref: Ref) -> Array:
-        """A TILE in shared memory that only generic reads and writes touch."""
+        """A TILE in shared memory; before TMA may write there again: :meth:`fence_reads`."""
         return plgpu.load(ref, layout=TILE) if self.interpret is None else ref[...]
 
     def column_iota(self, size: int) -> Array:

@@ -158,18 +158,49 @@ def _each_element(x: Any, function: Callable[[Any, tuple[int, ...], int], Any]) 
 
 def tanh(x: Array) -> Array:
     """See :meth:`Ops.tanh`."""
+    return _elementwise(x, "tanh.approx.f32 $0, $1;")
+
+
+def saturate(x: Array) -> Array:
+    """An fp32 TILE clamped to [0, 1]; NaN becomes 0."""
+    return _elementwise(x, "mul.sat.f32 $0, $1, 0f3F800000;")
+
+
+def _elementwise(x: Array, instruction: str) -> Array:
+    """One PTX instruction on each element of an fp32 TILE."""
     from jaxlib.mlir import ir
 
     @plgpu.inline_mgpu(
         arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, TILE)
     )
     def emit(_: Any, x: Any) -> Any:
-        def approximate(element: Any, *_: Any) -> Any:
-            return mgpu.utils.inline_ptx(
-                "tanh.approx.f32 $0, $1;", element, result_types=ir.F32Type.get()
-            )
+        def apply(element: Any, *_: Any) -> Any:
+            return mgpu.utils.inline_ptx(instruction, element, result_types=ir.F32Type.get())
 
-        return _each_element(x, approximate)
+        return _each_element(x, apply)
+
+    return emit(x)
+
+
+def widen(x: Array) -> Array:
+    """A bf16 TILE in fp32, by two instructions a pair; LLVM, which unpacks it first, takes four."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, TILE)
+    )
+    def emit(_: Any, x: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        sixteen, upper = arith.constant(i32, 16), arith.constant(i32, -(2**16))
+        pair = ir.VectorType.get((2,), i32)
+        registers = np.empty_like(x.registers)
+        for place in np.ndindex(registers.shape):
+            bits = mgpu.utils.bitcast(x.registers[place], i32)
+            halves = arith.shli(bits, sixteen), arith.andi(bits, upper)
+            both = vector.from_elements(pair, halves)
+            registers[place] = mgpu.utils.bitcast(both, ir.VectorType.get((2,), ir.F32Type.get()))
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     return emit(x)
 
@@ -245,31 +276,43 @@ def drop(
             own = arith.addi(arith.muli(warp, eight), arith.remui(own_row, eight))
         own = arith.muli(arith.index_cast(i32, own), number(golden))
         first = arith.addi(start.registers[()], own)
-        drawn: dict[tuple[int, int], Any] = {}
+        (spread, factor), (shift, _), _ = mask.DROPOUT_MIX
+        hashes: dict[tuple[int, int], Any] = {}
 
-        def bits(query: int, group: int) -> Any:
-            """Shared by two keys; ``group`` is relative to the thread's first."""
-            if (query, group) not in drawn:
-                value = arith.addi(first, number(group * golden % 2**32))
-                value = arith.xori(queries[query], value)
-                for shift, factor in mask.DROPOUT_MIX:
-                    value = arith.xori(value, arith.shrui(value, number(shift)))
-                    value = value if factor is None else arith.muli(value, number(int(factor)))
-                drawn[query, group] = value
-            return drawn[query, group]
+        def stirred(value: Any, shift: int) -> Any:
+            return arith.xori(value, arith.shrui(value, number(shift)))
 
-        zero = _splat(ir.F32Type.get(), 0.0)
+        def hashed(query: int, group: int) -> Any:
+            """What two queries and two keys share; ``group`` is relative to the thread's first."""
+            if (query, group) not in hashes:
+                key = stirred(arith.addi(first, number(group * golden % 2**32)), spread)
+                value = arith.muli(arith.xori(queries[query], key), number(int(factor)))
+                hashes[query, group] = stirred(value, shift)
+            return hashes[query, group]
+
+        least = number(threshold)
+        # Side effects keep LLVM from moving the choice behind the next branch, apart from its test:
+        # ptxas then has more predicates than a thread, and packs them into registers and back.
+        choose = functools.partial(
+            mgpu.utils.inline_ptx,
+            "{ .reg .f32 other; neg.f32 other, $1; selp.f32 $0, $1, other, $2; }"
+            if negate
+            else "selp.f32 $0, $1, 0f00000000, $2;",
+            result_types=ir.F32Type.get(),
+            has_side_effects=True,
+        )
 
         def drop(element: Any, place: tuple[int, ...], i: int) -> Any:
             columns, half = place[_COLUMNS_AXIS], place[_HALF_AXIS]
             if keys_axis == 1:
-                value, upper = bits(place[0] * 2 + half, columns // 2 * 8 + i), columns % 2
+                member = half, columns % 2
+                value = hashed(place[0] * 2, columns // 2 * 8 + i)
             else:
-                value, upper = bits(columns * 2 + i, place[0] * 32), half
-            value = value if upper else arith.andi(value, number(0xFFFF))
-            least = number(threshold << 16 if upper else threshold)
-            is_kept = arith.cmpi(arith.CmpIPredicate.uge, value, least)
-            return arith.select(is_kept, element, arith.negf(element) if negate else zero)
+                member = columns % 2, half
+                value = hashed(columns // 2 * 4 + i, place[0] * 32)
+            bits = arith.muli(value, number(int(mask.DROPOUT_FACTORS[member])))
+            is_kept = arith.cmpi(arith.CmpIPredicate.uge, bits, least)
+            return choose(element, is_kept)
 
         return _each_element(x, drop)
 
