@@ -262,6 +262,21 @@ def test_dropout_draws_the_same_mask(name):
     check(run(q, k, v, do, dlse, dropout_rng=key, dropout_rate=rate, **keywords), want)
 
 
+@pytest.mark.parametrize("dtype", mostly_on_gpu(["bfloat16", "float32"], {"float32"}))
+def test_dropout_drops_what_the_generator_says(dtype):
+    """Equal probabilities, and output gradients that show them one by one in dV."""
+    batch, num_rows, num_keys, num_heads, dim = 1, 200, 140, 2, 64
+    first, key, rate = 70, jax.random.key(7), 0.3  # on both sides of a tile's edge
+    q = np.zeros((batch, num_rows, num_heads, dim), dtype)
+    k = np.zeros((batch, num_keys, num_heads, dim), dtype)
+    do, dlse = np.zeros_like(q), np.zeros(q.shape[:3], np.float32)
+    do[:, first : first + dim] = np.eye(dim)[:, None]
+    got = run(q, k, k, do, dlse, dropout_rng=key, dropout_rate=rate)
+    keep = keep_of(key, rate, batch, num_heads, num_rows, num_keys)
+    shown = np.transpose(keep[:, :, first : first + dim], (0, 3, 1, 2))
+    np.testing.assert_array_equal(np.asarray(got.value) > 0, shown)
+
+
 FAR_FROM_0 = {"ALiBi, far away", "ALiBi, soft cap, offsets"}  # where logits have fewer digits
 OF_FP32 = [
     name for name, (shape, *_) in CASES.items() if max(shape[5:]) <= 64 and name not in FAR_FROM_0

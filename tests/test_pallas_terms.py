@@ -201,6 +201,21 @@ def test_agrees_with_oracle(name):
     check(run(*arrays, **keywords), expected_of(arrays, keywords if terms is None else terms))
 
 
+@pytest.mark.parametrize("dtype", mostly_on_gpu(["bfloat16", "float32"], {"float32"}))
+def test_dropout_drops_what_the_generator_says(dtype):
+    """Equal probabilities, and values that show them one by one."""
+    batch, num_rows, num_keys, num_heads, dim = 2, 140, 200, 2, 64
+    first, key, rate = 70, jax.random.key(3), 0.3  # on both sides of a tile's edge
+    q = np.zeros((batch, num_rows, num_heads, dim), dtype)
+    v = np.zeros((batch, num_keys, num_heads, dim), dtype)
+    v[:, first : first + dim] = np.eye(dim)[:, None]
+    out, _ = run(q, np.zeros_like(v), v, dropout_rate=rate, dropout_rng=key)
+    sizes = (np.arange(size, dtype=np.int32) for size in (num_heads, num_rows, num_keys))
+    keep = np.asarray(dropout_keep(dropout_seeds(key, batch), *sizes, rate))
+    shown = np.swapaxes(keep[..., first : first + dim], 1, 2)
+    np.testing.assert_array_equal(np.asarray(out) > 0, shown)
+
+
 IN_FP32 = {
     **{name: case for name, case in CASES.items() if name != "ALiBi, far away"},  # few digits left
     "bias, causal, dropout": (
