@@ -35,11 +35,11 @@ Terms (:mod:`pallas_kernels.terms`) are compile-time options. What the logits of
 common goes into lse, outside, unless a soft cap stands between. With a soft cap c tanh(x / c), dS'
 has the factor 1 - tanh^2. Dropout, drawn anew, makes P' negative where it drops: dV then takes the
 rest, and dS' = P' * (dP' / (1 - rate) - delta) or |P'| * (0 - delta). A boolean mask has lists of
-the query tiles that see a key tile, a bias comes transposed, tile by tile. Gradients of terms are
-computed where somebody asks for them: that of a full bias is dS' added up in fp32, in its own
-shape; those of a bias of one row and of ALiBi slopes are sums over queries, kept in registers;
-those of sinks and of a bias of one column are known without the kernel, the latter unless there is
-a soft cap.
+the query tiles that see a key tile, a bias comes tile by tile and is transposed on its way into
+registers, or before if it is in fp32. Gradients of terms are computed where somebody asks for
+them: that of a full bias is dS' added up in fp32, in its own shape; those of a bias of one row and
+of ALiBi slopes are sums over queries, kept in registers; those of sinks and of a bias of one column
+are known without the kernel, the latter unless there is a soft cap.
 
 fp32 (:mod:`pallas_kernels.split`), up to D = 64, where shared memory has room for three parts of
 each operand: own gradients, P' in fp32. K or V stays in registers as an operand of S' or dP', which
@@ -157,7 +157,16 @@ def attention_backward(
         inputs["kv_segments"] = jnp.pad(mask.kv_segments, ((0, 0), (0, kv_surplus)))
     rows, keys = problem.q_len + surplus, num_kv_tiles * config.block_kv
     arrays = arrays or Arrays()
-    read, lse = backward_terms.inputs(problem, mask, arrays, lse, rows, keys, config.part_columns)
+    extra = backward_terms.sums(problem, wanted or Wanted(), rows, keys)
+    if _smem_bytes(problem, config, extra) > tiles.MAX_SMEM_BYTES:
+        # What else is wanted takes the room of the bias's last tile, or of the second dS'.
+        stages = config.bias_stages
+        less = {"bias_stages": stages - 1} if stages else {"ds_buffers": 1}
+        config = dataclasses.replace(config, **less)
+    if (taken := _smem_bytes(problem, config, extra)) > tiles.MAX_SMEM_BYTES:
+        raise ValueError(f"{config} takes {taken} bytes of shared memory of {tiles.MAX_SMEM_BYTES}")
+    scratch = scratch_tree(problem, config, ops, tuple(extra))
+    read, lse = backward_terms.inputs(problem, mask, arrays, lse, rows, keys, config)
     inputs |= read
     marks = None
     if cleans_queries(problem, config):
@@ -176,15 +185,6 @@ def attention_backward(
         affordable = _SLAB_BYTES // max(4 * math.prod(dq_shape), 1)
         slabs = max(min(num_kv_tiles, num_blocks // (batch * num_heads), affordable), 1)
     dq_shape = (slabs * batch, *dq_shape[1:])
-    extra = backward_terms.sums(problem, wanted or Wanted(), rows, keys)
-    if _smem_bytes(problem, config, extra) > tiles.MAX_SMEM_BYTES:
-        # What else is wanted takes the room of the bias's last tile, or of the second dS'.
-        stages = config.bias_stages
-        less = {"bias_stages": stages - 1} if stages else {"ds_buffers": 1}
-        config = dataclasses.replace(config, **less)
-    if (taken := _smem_bytes(problem, config, extra)) > tiles.MAX_SMEM_BYTES:
-        raise ValueError(f"{config} takes {taken} bytes of shared memory of {tiles.MAX_SMEM_BYTES}")
-    scratch = scratch_tree(problem, config, ops, tuple(extra))
     # A deterministic launch writes some rows of dk and dv, another launch the others.
     sums = (*(("dq", "dk", "dv") if deterministic else ("dq",)), *extra)
     outputs = {} if deterministic else {"dk": k, "dv": v}

@@ -17,7 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import schedule as schedules
 from pallas_kernels import tiles
-from pallas_kernels.backward_config import GROUPS, BackwardConfig, cleans_queries
+from pallas_kernels.backward_config import (
+    GROUPS,
+    BackwardConfig,
+    cleans_queries,
+    transposes_bias,
+)
 from pallas_kernels.backward_tiles import KEY_SUMS, ROWS, Step, Tiles, key_vectors
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops, loop_between
@@ -116,10 +121,11 @@ def scratch_tree(
         makers = 1 if config.own_gradients else GROUPS
         tree["dbias_s"] = tiles.buffer((makers, ROWS, 32), jnp.float32)
     if problem.bias is not None and problem.has_bias_tiles and config.bias_stages:
+        shape = block_kv, config.part_columns
+        if transposes_bias(problem, config):
+            shape = shape[::-1]
         tree |= {
-            "bias_s": tiles.buffer(
-                (config.bias_stages, block_kv, config.part_columns), problem.bias.dtype
-            ),
+            "bias_s": tiles.buffer((config.bias_stages, *shape), problem.bias.dtype),
             "bias_full": barriers(config.bias_stages, 1),
             "bias_empty": barriers(config.bias_stages),
         }
@@ -150,6 +156,7 @@ class Kernel(Tiles):
         super().__init__(problem, ops, edges, refs)
         self.config = config
         self.bias_stages = config.bias_stages if "bias_s" in refs else 0
+        self.transposes_bias = transposes_bias(problem, config)
         self.cleans_queries = cleans_queries(problem, config)
         self.group = problem.num_q_heads // problem.num_kv_heads
         self.slabs = refs["dq"].shape[0] // problem.batch
@@ -261,7 +268,8 @@ class Kernel(Tiles):
                 slot = self.bias_slot(turn, part)
                 self.wait("bias_empty", slot)
                 queries = pl.ds(row + part * config.part_columns, config.part_columns)
-                source, full = self.terms.of("bias", *at).at[keys, queries], refs["bias_full"]
+                place = (queries, keys) if self.transposes_bias else (keys, queries)
+                source, full = self.terms.of("bias", *at).at[place], refs["bias_full"]
                 plgpu.copy_gmem_to_smem(source, refs["bias_s"].at[slot], full.at[slot])
 
         def load_head(g: Any, turns: Any) -> Any:

@@ -136,6 +136,16 @@ def default_config(problem: Problem) -> BackwardConfig:
     )
 
 
+def transposes_bias(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether the kernel transposes tiles of a bias as it reads them, which takes 16 bits.
+
+    Otherwise it wants a bias with keys as rows, which takes a pass over all of it.
+    """
+    if problem.bias is None or not problem.has_bias_tiles:
+        return False
+    return config.bias_stages > 0 and problem.bias.dtype.itemsize == 2
+
+
 def cleans_queries(problem: Problem, config: BackwardConfig) -> bool:
     """Whether the kernel zeroes rows of Q and dO that have no gradient, and may hold anything.
 

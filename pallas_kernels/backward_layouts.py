@@ -115,6 +115,20 @@ class OwnKeys(Kernel):
             piece = gradients[name][:, first : first + ROWS]
             self.store(name, piece, staging, at, self.first_key(at.key), first)
 
+    def load_bias(self, step: Step, part: int) -> Array:
+        """The bias of this warpgroup's keys and the queries of a part."""
+        slot = self.bias_slot(step.turn, part)
+        self.wait("bias_full", slot)
+        if self.transposes_bias:
+            keys = pl.ds(pl.multiple_of(self.warpgroup * ROWS, ROWS), ROWS)
+            tile = self.refs["bias_s"].at[slot, :, keys].transpose((1, 0))
+        else:
+            tile = self.own_keys("bias_s", slot)
+        bias = self.ops.load_shared_tile(tile)
+        self.ops.fence_reads()
+        self.arrive("bias_empty", slot)
+        return bias
+
     def step(
         self,
         dk_acc: Ref,
@@ -158,15 +172,15 @@ class OwnKeys(Kernel):
                 lse = ops.load_shared_columns(refs["lse_s"].at[q_slot, span])
                 row = step.row + part * width
                 given = self.given(step, row, key, (ROWS, width), (q_slot, span))
+                # One of 16 bits while the products are made; one of 32 would cost registers.
+                if self.transposes_bias:
+                    given = given._replace(bias=self.load_bias(step, part))
                 s = ops.load_accumulator(s_accs[part], wait=parts)
                 if part == 0:
                     self.pass_turn()
                     self.wait("ds_empty", ds_slot)
-                if self.bias_stages:
-                    slot = self.bias_slot(step.turn, part)
-                    self.wait("bias_full", slot)
-                    given = given._replace(bias=ops.load_tile(self.own_keys("bias_s", slot)))
-                    self.arrive("bias_empty", slot)
+                if self.bias_stages and not self.transposes_bias:
+                    given = given._replace(bias=self.load_bias(step, part))
                 p = self.probabilities(step, s, lse, given, row, key)
                 p16 = p.kept.astype(self.problem.dtype)
                 delta = ops.load_shared_columns(refs["delta_s"].at[do_slot, span])

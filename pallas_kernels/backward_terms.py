@@ -2,8 +2,8 @@
 
 In its transposed tiles keys are rows and queries are columns. What the logits of a query have in
 common, a bias of one column, is part of the log-sum-exp that they are compared with, unless a soft
-cap stands between. A bias is free of NaN and +inf here: rows that see one have no gradient, and
-come with lse = +inf, like those that see nothing.
+cap stands between. Rows that see a NaN or +inf in a bias have no gradient, and come with
+lse = +inf, like those that see nothing. Under a soft cap a bias is free of both here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_flash.mask import Mask
 from pallas_kernels import terms
-from pallas_kernels.backward_config import GROUPS
+from pallas_kernels.backward_config import GROUPS, BackwardConfig, transposes_bias
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import packed_bits
 from pallas_kernels.terms import Arrays
@@ -25,7 +25,13 @@ Array = jax.Array
 
 
 def inputs(
-    problem: Problem, mask: Mask, arrays: Arrays, lse: Array, rows: int, keys: int, columns: int
+    problem: Problem,
+    mask: Mask,
+    arrays: Arrays,
+    lse: Array,
+    rows: int,
+    keys: int,
+    config: BackwardConfig,
 ) -> tuple[dict[str, Array], Array]:
     """What the kernel reads, by name, and the log-sum-exp that it compares with.
 
@@ -36,30 +42,31 @@ def inputs(
         lse: fp32 ``[B, Hq, Tq]``, natural; +inf where a row has no gradient.
         rows: Tq rounded up to whole tiles.
         keys: Tk rounded up to whole tiles.
-        columns: queries that are worked on together.
+        config: compile-time options.
 
     Returns:
         What :func:`pallas_kernels.terms.inputs` makes, without sinks, where ``bias`` is transposed,
-        ``[B|1, Hq|1, Tk', rows]``, and the mask as
+        ``[B|1, Hq|1, Tk', rows]``, unless :func:`~pallas_kernels.backward_config.transposes_bias`,
+        and the mask as
 
         - ``visible_keys`` fp32 ``[B|1, Hq|1, keys]``, 1 where seen, if it is of one row;
         - ``visible_bits`` int32 ``[B|1, Hq|1, Tk|1, words]``, packed, transposed, if not;
 
         and lse without what all logits of a row have in common, of ALiBi only the distance to the
-        first of ``columns`` queries (:func:`folds_positions`).
+        first query of a part (:func:`folds_positions`).
     """
     bias = arrays.bias
-    if bias is not None:
+    if bias is not None and not (problem.has_bias_tiles and problem.soft_cap is None):
         bias = jnp.where(jnp.isfinite(bias) | jnp.isneginf(bias), bias, jnp.zeros_like(bias))
     found = terms.inputs(problem, mask, arrays._replace(bias=bias, sinks=None), rows, keys)
-    if "bias" in found:
+    if "bias" in found and not transposes_bias(problem, config):
         assert bias is not None
         found["bias"] = terms.whole_tiles(jnp.swapaxes(bias, 2, 3), rows)
     if "bias_rows" in found and problem.soft_cap is None:
         common = found.pop("bias_rows")[..., : problem.q_len]
         lse = lse - jnp.where(jnp.isfinite(common), common, 0.0)
     if arrays.alibi_slopes is not None and folds_positions(problem):
-        place = jnp.arange(problem.q_len, dtype=jnp.int32) % columns
+        place = jnp.arange(problem.q_len, dtype=jnp.int32) % config.part_columns
         lse = lse + arrays.alibi_slopes[:, :, None] * place.astype(jnp.float32)
     if mask.array is not None:
         found |= _visible(mask.array, problem, keys)

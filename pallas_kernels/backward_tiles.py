@@ -205,7 +205,9 @@ class Tiles:
         if of_queries is not None and problem.soft_cap is None:
             unit = 1.0 if problem.is_wide else tiles.LOG2_E
             lse, of_queries = lse - of_queries * unit, None
-        s = self.terms.scores(s, rows=given.of_keys, columns=of_queries, bias=given.bias)
+        s = self.terms.scores(
+            s, rows=given.of_keys, columns=of_queries, bias=given.bias, hides=False
+        )
 
         def hide() -> Array:
             return self.hide_by_array(step, self.hide(step, s, given, row, key), given, row, key)
@@ -216,10 +218,9 @@ class Tiles:
         elif step.masked is not False:
             x = lax.cond(step.masked, hide, lambda: s)
         exponent = tiles.exponent(x, lse, problem.scale_log2, wide=problem.is_wide, axis=1)
-        if problem.bias is not None:
-            # Far from 0, fp32 logits are apart by more than their probabilities allow.
-            exponent = jnp.minimum(exponent, 0.0)
-        p = jnp.exp2(exponent)
+        # Far from 0, fp32 logits are apart by more than probabilities allow. Where a bias hides a
+        # key, or has a NaN, for which its row has no gradient, the exponent may be NaN.
+        p = jnp.exp2(exponent) if problem.bias is None else ops.probability(exponent)
         kept = p
         if problem.dropout_rate > 0.0:
             threshold = dropout_threshold(problem.dropout_rate)

@@ -169,10 +169,13 @@ class _Kernel(ScoreTiles):
 
     @property
     def rings(self) -> dict[str, int]:
-        """What comes with each key tile, and how many tiles of it there is room for."""
+        """What comes with each key tile, and how many tiles of it there is room for.
+
+        In the order in which it is needed, and given back by who does not need it.
+        """
         config = self.config
-        rings = {"k": config.num_stages, "v": config.num_stages}
-        return rings | {"bias": config.bias_stages} if "bias_s" in self.refs else rings
+        rings = {"bias": config.bias_stages} if "bias_s" in self.refs else {}
+        return rings | {"k": config.num_stages, "v": config.num_stages}
 
     def slot(self, step: Any, ring: str = "k") -> Any:
         return lax.rem(step, jnp.int32(self.rings[ring]))
@@ -224,16 +227,12 @@ class _Kernel(ScoreTiles):
         batch, head = self.batch_and_head(words)
         kv_head = self.kv_head(head)
         tiles_to_load = self.key_tiles(words, words[2])
-        self.wait("q_empty")
-        for group in range(config.num_warpgroups):
-            row = words[0] * config.block_q + group * _ROWS
-            at = batch, pl.ds(row, _ROWS), head
-            self.copy("q", at, refs["q_s"].at[group], refs["q_full"].at[0])
 
-        def load_bias(i: Any, keys: Any) -> None:
-            if "bias" not in self.rings:
-                return
-            slot = self.slot(steps + i, "bias")
+        def keys_of(i: Any) -> Any:
+            return pl.ds(tiles_to_load.visit(i)[0] * config.block_kv, config.block_kv)
+
+        def load_bias(i: Any) -> None:
+            slot, keys = self.slot(steps + i, "bias"), keys_of(i)
             self.wait("bias_empty", slot)
             of_head = self.terms.of("bias", batch, head)
             for group in range(config.num_warpgroups):
@@ -241,18 +240,27 @@ class _Kernel(ScoreTiles):
                 target, full = refs["bias_s"].at[slot, group], refs["bias_full"].at[slot]
                 plgpu.copy_gmem_to_smem(of_head.at[rows, keys], target, full)
 
+        def load_bias_if_any(i: Any) -> None:
+            if "bias" in self.rings:
+                pl.when(i < tiles_to_load.count)(lambda: load_bias(i))
+
+        load_bias_if_any(0)
+        self.wait("q_empty")
+        for group in range(config.num_warpgroups):
+            row = words[0] * config.block_q + group * _ROWS
+            at = batch, pl.ds(row, _ROWS), head
+            self.copy("q", at, refs["q_s"].at[group], refs["q_full"].at[0])
+
         def load(i: Any, _: None) -> None:
-            slot = self.slot(steps + i)
-            keys = pl.ds(tiles_to_load.visit(i)[0] * config.block_kv, config.block_kv)
+            slot, keys = self.slot(steps + i), keys_of(i)
             for x in ("k", "v"):
-                if x == "v" and config.num_stages == 1:
-                    # V's only place is free at the end of the step that begins with this bias.
-                    load_bias(i, keys)
+                if x == "v":
+                    # A step begins with its bias, at the time when V's place becomes free: asked
+                    # for after V, it would come late. So it is asked for a step ahead.
+                    load_bias_if_any(i + 1)
                 self.wait(f"{x}_empty", slot)
                 at = batch, keys, kv_head
                 self.copy(x, at, refs[f"{x}_s"].at[slot], refs[f"{x}_full"].at[slot])
-            if config.num_stages > 1:
-                load_bias(i, keys)
 
         lax.fori_loop(0, tiles_to_load.count, load, None)
         return steps + tiles_to_load.count
@@ -463,7 +471,8 @@ class _Kernel(ScoreTiles):
             if "bias" in self.rings:
                 slot = self.slot(steps + i, "bias")
                 self.wait("bias_full", slot)
-                bias = ops.load_tile(refs["bias_s"].at[slot, self.warpgroup])
+                bias = ops.load_shared_tile(refs["bias_s"].at[slot, self.warpgroup])
+                ops.fence_reads()
                 self.arrive("bias_empty", slot)
             return column, needs_mask, columns, bias
 

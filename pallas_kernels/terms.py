@@ -8,7 +8,8 @@ moves all logits of a row alike: without a soft cap it is added to the log-sum-e
 depends on the key alone (a bias of one row, ``slope j``) is a vector a tile. The rest is a tile.
 Positions are relative to one nearby (``origin``), so that large ones cost no accuracy.
 
-A bias of -inf hides its key, one of +inf makes a row NaN, and a finite one stays finite.
+A bias of -inf hides its key, one of +inf makes a row NaN, and a finite one stays finite: beside the
+lowest number a product would have to be 1e31 to matter.
 
 Scores keep whatever unit costs least: :attr:`Problem.scale_log2` says what makes them logits in
 log2 units.
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -33,8 +33,6 @@ from pallas_kernels.ops import Ops
 
 Array = jax.Array
 Ref = Any
-
-_LOWEST = float(np.finfo(np.float32).min)
 
 
 class Arrays(NamedTuple):
@@ -193,6 +191,8 @@ class Terms:
         rows: Array | None,
         columns: Array | None,
         bias: Array | None,
+        *,
+        hides: bool = True,
     ) -> Array:
         """Scores of products.
 
@@ -201,29 +201,31 @@ class Terms:
             rows: fp32 ``[m]``, to be added to the logits of each row.
             columns: fp32 ``[n]``, likewise of each column.
             bias: ``[m, n]``, likewise.
+            hides: give keys whose terms are -inf scores of -inf, whatever their products are.
+                Without, and without a soft cap, scores are mere sums: there, they may be NaN.
         """
         problem = self.problem
         if problem.has_plain_scores:
             return s
         unit = 1.0 if problem.soft_cap is None else 1.0 / problem.soft_cap
         x = s * (problem.scale * unit)
+        hides = hides or problem.soft_cap is not None
         hidden = None
         for vector, axis in ((rows, 0), (columns, 1)):
             if vector is not None:
                 vector = lax.broadcast_in_dim(vector, x.shape, [axis])
                 x = x + vector * unit
-                if problem.bias is not None:
+                if hides and problem.bias is not None:
                     gone = vector == -jnp.inf
                     hidden = gone if hidden is None else hidden | gone
         if bias is not None:
-            wide = bias.astype(jnp.float32)
-            gone = wide == -jnp.inf
-            hidden = gone if hidden is None else hidden | gone
+            wide = self.ops.widen(bias)
+            if hides:
+                gone = bias == jnp.asarray(-jnp.inf, bias.dtype)
+                hidden = gone if hidden is None else hidden | gone
             if problem.soft_cap is not None:
                 wide = jnp.where(wide == jnp.inf, jnp.nan, wide)
             x = x + wide * unit
         if problem.soft_cap is not None:
             x = self.ops.tanh(x)
-        elif hidden is not None:  # a sum of finite numbers stays finite
-            x = jnp.maximum(x, _LOWEST)
         return x if hidden is None else jnp.where(hidden, -jnp.inf, x)
