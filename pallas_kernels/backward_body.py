@@ -262,8 +262,16 @@ class Kernel(Tiles):
             plgpu.copy_gmem_to_smem(source, target, refs["k_full"].at[0])
 
         def load_tile(turn: Any, at: tuple[Any, ...], row: Any) -> None:
+            # A bias is read at the start of a step, Q until the end of it: so its place is free
+            # sooner, unless a step has several parts.
+            if config.parts == 1:
+                load_bias(turn, at, row)
             load("q", of_queries, remainder(turn, config.q_stages), at, row)
             load("do", ("delta",), remainder(turn, config.do_stages), at, row)
+            if config.parts > 1:
+                load_bias(turn, at, row)
+
+        def load_bias(turn: Any, at: tuple[Any, ...], row: Any) -> None:
             for part in range(config.parts if self.bias_stages else 0):
                 slot = self.bias_slot(turn, part)
                 self.wait("bias_empty", slot)

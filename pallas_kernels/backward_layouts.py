@@ -187,15 +187,18 @@ class OwnKeys(Kernel):
                 dp = ops.load_accumulator(dp_accs[part], wait=parts - 1)
                 ds = self.score_gradients(step, p.slopes, dp, delta)
                 total = self.add_to_sums(total, ds, step, row, key)
-                self.add_to_bias(ds, step, row, key)
-                ds = ds.astype(self.problem.dtype)
+                ds16 = ds.astype(self.problem.dtype)
+                if parts > 1:
+                    self.add_to_bias(ds, step, row, key)
                 if part + 1 < parts:
                     issue_dp(part + 1)  # in the registers of this part's
                 ops.matmul_registers(dv_acc, p16, refs["do_s"].at[do_slot, span])
+                if parts == 1:  # while dV is made, which with parts would cost registers
+                    self.add_to_bias(ds, step, row, key)
                 for column in range(0, width, ROWS):
                     place = ds_slot, (part * width + column) // ROWS
-                    self.own_keys("ds_s", *place)[...] = ds[:, column : column + ROWS]
-                result.append(ds)
+                    self.own_keys("ds_s", *place)[...] = ds16[:, column : column + ROWS]
+                result.append(ds16)
             return result, total
 
         every_ds, sums = self.accumulate(gradients, ("s_acc", "dp_acc"), parts)
