@@ -116,10 +116,10 @@ def scratch_tree(
     if problem.parts > 1:
         tree["part_acc"] = ops.accumulator_scratch(GROUPS, (ROWS, max(d, dv)))
     columns = config.dq_columns or dq_shape[1]
-    if "dbias" in extra and ROWS % columns:
-        # Where dQ is staged there is no room for whole pieces of dS'.
+    if "dbias" in extra and columns != ROWS:
+        # Where dQ is staged rows are of another length.
         makers = 1 if config.own_gradients else GROUPS
-        tree["dbias_s"] = tiles.buffer((makers, ROWS, 32), jnp.float32)
+        tree["dbias_s"] = tiles.buffer((makers, 32, ROWS), jnp.float32)
     if problem.bias is not None and problem.has_bias_tiles and config.bias_stages:
         shape = block_kv, config.part_columns
         if transposes_bias(problem, config):

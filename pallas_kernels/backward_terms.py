@@ -102,8 +102,8 @@ def sums(problem: Problem, wanted: Wanted, rows: int, keys: int) -> dict[str, ja
     Returns:
         Some of
 
-        - ``dbias`` ``[B|1, Hq|1, keys, rows]``, the transposed gradient of a bias that is neither
-          of one row nor of one column;
+        - ``dbias`` ``[B|1, Hq|1, rows, keys]``, the gradient of a bias that is neither of one row
+          nor of one column;
         - ``dbias_keys`` ``[B, Hq, keys]``, summed over queries, of a bias of one row;
         - ``dbias_queries`` ``[GROUPS, B, Hq, rows]``, summed over a warpgroup's keys, of a bias of
           one column under a soft cap;
@@ -113,7 +113,7 @@ def sums(problem: Problem, wanted: Wanted, rows: int, keys: int) -> dict[str, ja
     bias, by_key = problem.bias, (problem.batch, problem.num_q_heads, keys)
     if wanted.bias and bias is not None:
         if problem.has_bias_tiles:
-            shapes["dbias"] = (*bias.shape[:2], keys, rows)
+            shapes["dbias"] = (*bias.shape[:2], rows, keys)
         elif not is_column(bias, problem.kv_len):
             shapes["dbias_keys"] = by_key
         elif problem.soft_cap is not None:
@@ -162,8 +162,7 @@ def bias_gradient(
         kv_len: Tk.
     """
     if "dbias" in sums:
-        full = jnp.swapaxes(sums["dbias"][..., :kv_len, :q_len], 2, 3)
-        return full.astype(bias.dtype)
+        return sums["dbias"][..., :q_len, :kv_len].astype(bias.dtype)
     if "dbias_keys" in sums:
         full = sums["dbias_keys"][:, :, None, :kv_len]
     else:

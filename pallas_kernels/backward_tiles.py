@@ -309,11 +309,11 @@ class Tiles:
         if "dbias_s" in self.refs:
             staging = self.refs["dbias_s"]
             source = staging.at[self.warpgroup if staging.shape[0] > 1 else 0]
-        width = source.shape[1]
-        for first in range(0, ds.shape[1], width):
+        count = source.shape[0]
+        for first in range(0, ds.shape[1], count):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            source[...] = ds[:, first : first + width]
+            self.ops.store_transposed(source, ds[:, first : first + count])
             plgpu.commit_smem()
-            at = pl.ds(key, ROWS), pl.ds(row + first, width)
+            at = pl.ds(row + first, count), pl.ds(key, ROWS)
             target = self.terms.of("dbias", step.batch, step.head).at[at]
             self.ops.reduce_store(source, target)

@@ -243,6 +243,13 @@ class Ops:
         first = plgpu.broadcasted_iota(jnp.int32, (8,), 0, layout=layout).astype(jnp.float32)
         return registers.counted_on(first, size)
 
+    def store_transposed(self, ref: Ref, x: Array) -> None:
+        """Writes an fp32 TILE ``[64, n]`` to shared memory ``[n, 64]``, without bank conflicts."""
+        if self.interpret is None:
+            registers.store_transposed(ref, x)
+        else:
+            ref[...] = x.T
+
     def widen(self, x: Array) -> Array:
         """A TILE of 16 or 32 bits in fp32."""
         if self.interpret is None and x.dtype == jnp.bfloat16:

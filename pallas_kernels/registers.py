@@ -182,6 +182,37 @@ def _elementwise(x: Array, instruction: str) -> Array:
     return emit(x)
 
 
+def store_transposed(ref: Ref, x: Array) -> None:
+    """See :meth:`Ops.store_transposed`."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref, vector
+
+    transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), TILE))
+    def emit(_: Any, ref: Any, x: Any) -> None:
+        def number(value: int) -> Any:
+            return arith.constant(ir.IndexType.get(), value)
+
+        # Of the first eight columns; the others are whole tiles of memory further.
+        own = list(TILE.to_mgpu().thread_idxs((64, 8)))
+        for i in range(x.layout.vector_length):
+            for half, (column, row) in enumerate(own):
+                row = arith.addi(row, number(i))
+                tile = arith.divui(column, number(32))
+                column = arith.remui(column, number(32))
+                column = arith.xori(column, arith.shli(row, number(2)))  # the swizzle
+                for place in np.ndindex(x.registers.shape):
+                    if place[_HALF_AXIS] == half:
+                        element = vector.extract(
+                            x.registers[place], dynamic_position=[], static_position=[i]
+                        )
+                        at = [number(place[_COLUMNS_AXIS]), tile, row, column]
+                        memref.store(element, ref, at)
+
+    emit(ref, x)
+
+
 def widen(x: Array) -> Array:
     """A bf16 TILE in fp32, by two instructions a pair; LLVM, which unpacks it first, takes four."""
     from jaxlib.mlir import ir
