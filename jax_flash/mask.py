@@ -333,7 +333,7 @@ def packed_mask(
 # are dropped is off by 1.3e-6 of itself, three by 8.1e-6, and all by 6.8e-5.
 DROPOUT_GOLDEN = np.uint32(0x9E3779B9)
 DROPOUT_MIX = ((16, np.uint32(0x21F0AAAD)), (15, np.uint32(0xD35A2D97)), (15, None))
-DROPOUT_FACTORS = np.uint32([[0xD35A2D97, 0xC271C86B], [0xD1B2C7B3, 0xCF24DBC3]])
+DROPOUT_FACTORS = np.array([[0xD35A2D97, 0xC271C86B], [0xD1B2C7B3, 0xCF24DBC3]], np.uint32)
 
 
 def _mix(x: Array) -> Array:
