@@ -172,7 +172,7 @@ def _more_spill_bytes(problem: Problem) -> int:
         problem.bias is not None or problem.has_alibi,
         problem.mask.array is not None,
     )
-    return (0, 96, 256, 576, 576)[sum(kinds)]
+    return (0, 128, 256, 576, 576)[sum(kinds)]
 
 
 def padded_dims(head_dim: int, value_dim: int) -> tuple[int, int]:

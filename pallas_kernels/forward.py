@@ -12,8 +12,8 @@ algorithm 1; Shah et al. 2024, FlashAttention-3, algorithm 2):
 A thread block is `num_warpgroups` consumer warpgroups of 64 query rows and one producer:
 
     producer   waits until Q is empty, loads Q (TMA); for each key tile waits until a slot of the
-               ring is empty, loads K; likewise V. Runs ahead of the consumers, also into the next
-               query tile.
+               ring is empty, loads K; likewise V, and before it the bias of the next key tile. Runs
+               ahead of the consumers, also into the next query tile.
     consumer   S(0), softmax(0); then for each further key tile i: issue S(i) = Q K_i^T, rescale O,
                issue O += P(i-1) V(i-1), wait for S(i), release K, softmax(i) while P V runs, wait,
                release V. At the end O += P V, write out and lse.
