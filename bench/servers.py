@@ -250,13 +250,11 @@ def decode_step(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     tables = 1 + np.random.default_rng(0).permutation(num_pages - 1).reshape(batch, columns)
     call = scheduler.Call(rows, (batch, 1), num_draws=step.draws)
     packed = engine_step.pack(call, list(tables), columns, batch)
-    results = [engine_step.init_result(state, call) for _ in range(2)]  # one is still to be read
 
     def launch() -> Array:
         nonlocal state
-        options = {"num_tokens": 1, "has_filters": False}
-        state, result = engine_step.run(graph, params, state, packed, results.pop(0), **options)
-        results.append(result)
+        options = {"num_tokens": 1, "has_filters": False, "num_draws": step.draws}
+        state, result = engine_step.run(graph, params, state, packed, **options)
         return result
 
     if np.any(np.array(launch())[:, 0] < 0):
@@ -288,9 +286,7 @@ def _chosen(model: MiniGPT, num_rows: int, num_tokens: int) -> str:
     graph, params, state = engine_step.place(model, state)
     columns = -(-config.context_length // page_size)
     packed = np.zeros((num_rows, num_tokens + columns + len(engine_step.FIELDS)), np.int32)
-    options = {"num_tokens": num_tokens, "has_filters": False}
+    options = {"num_tokens": num_tokens, "has_filters": False, "num_draws": 1}
     run = functools.partial(engine_step.run.__wrapped__, graph, **options)
-    result = engine_step.init_result(state, scheduler.Call([], (num_rows, num_tokens)))
-    arguments = params, state, packed, result
-    decisions = jax_flash.explain(run, *arguments).decisions
+    decisions = jax_flash.explain(run, params, state, packed).decisions
     return " and ".join(sorted({repr(decision.chosen) for decision in decisions}))

@@ -412,7 +412,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-batch-size", type=int, default=16, help="texts that run at once")
     parser.add_argument("--max-waiting", type=int, default=256, help="texts that may wait")
     parser.add_argument("--page-size", type=int, default=16, help="tokens of a page")
-    parser.add_argument("--decode-draws", type=int, default=4, help="tokens a text draws in a step")
+    parser.add_argument("--decode-draws", type=int, default=2, help="tokens a text draws in a step")
     parser.add_argument("--num-pages", type=int, help="default: enough for all that run at once")
     return parser
 

@@ -7,10 +7,6 @@ What a call needs from the host travels as one int32 array, one row a sequence:
 and what comes back is one, `[draws, 2, rows]`: the drawn ids and the bits of their
 log-probabilities. The newest token of every slot stays on the device, so that a step can follow
 another unread, and a row draw several tokens in one.
-
-The result is written where an older one was, which has been read and is given up for it. Made anew
-at each step, it would be another place each time, in which XLA keeps small arrays of the step too:
-to rewrite the step's CUDA graph for that took longer than its kernels.
 """
 
 from __future__ import annotations
@@ -80,12 +76,6 @@ def init_state(model: MiniGPT, num_slots: int, num_pages: int, page_size: int, d
     caches = [create() for _ in range(config.num_layers)]
     pools = [(cache.key_pages, cache.value_pages) for cache in caches]
     return State(pools, jnp.zeros((num_slots,), jnp.int32))
-
-
-def init_result(state: State, call: Call) -> jax.Array:
-    """Room for the result of a call beside a state, for want of a result that has been read."""
-    (device,) = state.newest.devices()
-    return jax.device_put(np.zeros((call.num_draws, 2, call.shape[0]), np.int32), device)
 
 
 def place(model: MiniGPT, state: State) -> tuple[Graph, Any, State]:
@@ -174,18 +164,18 @@ _bits = jax.lax.bitcast_convert_type
 
 @functools.partial(
     jax.jit,
-    static_argnames=("graph", "num_tokens", "has_filters"),
-    donate_argnames=("state", "result"),
+    static_argnames=("graph", "num_tokens", "has_filters", "num_draws"),
+    donate_argnames="state",
 )
 def run(
     graph: Graph,
     params: Any,
     state: State,
     packed: jax.Array,
-    result: jax.Array,
     *,
     num_tokens: int,
     has_filters: bool,
+    num_draws: int,
 ) -> tuple[State, jax.Array]:
     """Computes a call.
 
@@ -194,12 +184,11 @@ def run(
         params: from `place`.
         state: donated.
         packed: from `pack`.
-        result: donated; of an equal call, or from `init_result`. Its `num_draws` is the most that
-            a row draws.
         num_tokens: T; 1 where rows draw more than once.
         has_filters: whether a row has a `top_k` or `top_p`: these sort the vocabulary, which costs
             more than the rest of the draw. Static, for a branch on the device would make the host
             wait for it before it can launch what follows.
+        num_draws: the most that a row draws.
 
     Returns:
         The next state, and int32 `[num_draws, 2, rows]`: ids (-1 where the logits are no
@@ -237,9 +226,8 @@ def run(
         result = result.at[index, 0].set(drawn).at[index, 1].set(_bits(logprobs, jnp.int32))
         return state.replace(caches, newest), result
 
-    if result.shape[0] == 1:
-        return draw(0, (state, result))
-    return jax.lax.fori_loop(0, result.shape[0], draw, (state, result))
+    start = state, jnp.zeros((num_draws, 2, packed.shape[0]), jnp.int32)
+    return draw(0, start) if num_draws == 1 else jax.lax.fori_loop(0, num_draws, draw, start)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -86,7 +86,7 @@ def test_engine_and_loop_serve_the_same_texts(tmp_path):
     assert "decode rows on 'xla', prompts on 'xla'" in rows[ENGINE, "serve"].note
     assert rows[loop, "running"].amount == 2.0
     assert 2.0 < rows[ENGINE, "running"].amount <= 4.0
-    assert 0.0 < rows[ENGINE, "waste"].amount < 40.0 < rows[loop, "waste"].amount < 100.0
+    assert 0.0 < rows[ENGINE, "waste"].amount < 30.0 < rows[loop, "waste"].amount < 100.0
     latencies = {"first token p50", "between tokens p50", "between tokens p99"}
     assert {mode for _, mode in rows} == {"serve", "running", "waste", *latencies}
     assert (loop, "first token p50") not in rows

@@ -283,11 +283,12 @@ def check(case, implementation, with_lse):
     dtypes = {"out": case.dtype, "lse": "float32"}
     dtypes |= {grad_name(name): x.dtype for name, x in floats.items()}
     want, errors = expectation(case, with_lse)
-    # Tensor cores add up with truncation, which shows where plain sums are short, or one number is
-    # what is left of many; over whole arrays the error is the plain one (bench/terms.py).
-    slack = 2.0 if (implementation, case.dtype) == ("mosaic", "float32") else 1.0
+    is_split = (implementation, case.dtype) == ("mosaic", "float32")
     for name, x in got.items():
         assert x.dtype == dtypes[name], name
+        # Tensor cores add up with truncation, which shows in arrays of a few numbers, where plain
+        # sums are short or one number is what is left of many.
+        slack = 2.0 if is_split and x.size < 8 else 1.0
         assert_close(x, want[name], errors[name], name, slack=slack)
 
 
