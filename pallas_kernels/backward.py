@@ -168,13 +168,16 @@ def attention_backward(
     scratch = scratch_tree(problem, config, ops, tuple(extra))
     read, lse = backward_terms.inputs(problem, mask, arrays, lse, rows, keys, config)
     inputs |= read
-    marks = None
-    if cleans_queries(problem, config):
-        marks = schedules.find_marks(ranges, jnp.isposinf(lse).any(axis=1), config.block_q)
     # Rows past the end, like rows without a gradient, have probabilities of exp2(0 - inf).
     padding = ((0, 0), (0, 0), (0, surplus))
     unit = 1.0 if problem.is_wide else tiles.LOG2_E
-    lse = jnp.pad(lse * unit, padding, constant_values=jnp.inf)
+    # XLA's GPU compiler gets the transposition wrong that lse may come from, if it has the
+    # comparison of the marks in the same kernel (seen with JAX 0.11.2).
+    lse = lax.optimization_barrier(jnp.pad(lse * unit, padding, constant_values=jnp.inf))
+    marks = None
+    if cleans_queries(problem, config):
+        has_no_gradient = jnp.isposinf(lse[:, :, : problem.q_len]).any(axis=1)
+        marks = schedules.find_marks(ranges, has_no_gradient, config.block_q)
     operands = {"q": q, "k": k, "v": v, "do": do}
     if problem.parts > 1:
         operands = {name: split(x) for name, x in operands.items()}

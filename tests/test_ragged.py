@@ -10,6 +10,7 @@ import pytest
 
 from jax_flash import chunked, dot_product_attention, ragged_attention
 from tests import oracle64 as oracle
+from tests.kernel_cases import ON_GPU
 from tests.tolerance import (
     FLOATS,
     IMPLEMENTATIONS,
@@ -243,3 +244,28 @@ def test_no_tokens_give_no_results_or_empty_rows(tokens_q, tokens_k, implementat
 def test_a_batch_of_no_sequences_gives_empty_rows(implementation):
     arrays = packed(6, 6) | {"cu_seqlens_q": np.int32([0])}
     check(implementation, lambda: (arrays, {"is_causal": False}))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_pullback_that_is_compiled_by_itself_gives_the_same(implementation):
+    """As under a scan over layers: XLA then sees where the residuals go, not where they are from."""
+    tokens, heads = (8192, 16) if ON_GPU and implementation == "mosaic" else (200, 2)
+    arrays = packed(tokens, tokens, heads=(heads, heads), dtype="bfloat16")
+    cu = np.int32([0, 0.3 * tokens, 0.35 * tokens, tokens])
+    static = {"is_causal": True, "implementation": implementation}
+    if not runs(implementation, ragged_attention, **arrays, cu_seqlens_q=cu, is_causal=True):
+        return
+    do, _ = cotangents_of(arrays)
+
+    def with_pullback(query, key, value):
+        attend = partial(ragged_attention, cu_seqlens_q=cu, **static)
+        return jax.vjp(attend, query, key, value)
+
+    def both(do, *qkv):
+        return with_pullback(*qkv)[1](do)
+
+    want = fast_jit(both)(do, *arrays.values())
+    _, pullback = fast_jit(with_pullback)(*arrays.values())
+    got = fast_jit(lambda pullback, do: pullback(do))(pullback, do)
+    for x, right in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(right), rtol=2**-7, atol=2**-7)
