@@ -173,7 +173,8 @@ def attention_backward(
     unit = 1.0 if problem.is_wide else tiles.LOG2_E
     # XLA's GPU compiler gets the transposition wrong that lse may come from, if it has the
     # comparison of the marks in the same kernel (seen with JAX 0.11.2).
-    lse = lax.optimization_barrier(jnp.pad(lse * unit, padding, constant_values=jnp.inf))
+    lse = jnp.pad(lse * unit, padding, constant_values=jnp.inf)
+    lse, zero = lax.optimization_barrier((lse, jnp.zeros((), jnp.float32)))
     marks = None
     if cleans_queries(problem, config):
         has_no_gradient = jnp.isposinf(lse[:, :, : problem.q_len]).any(axis=1)
@@ -235,7 +236,7 @@ def attention_backward(
         lax.fori_loop(0, tables.shape[0], launch, None)
 
     # Not jax.new_ref: its effect would be seen outside, where custom derivatives know none.
-    zeros = [jnp.zeros(dq_shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)]
+    zeros = [jnp.full(dq_shape, zero), jnp.zeros_like(k), jnp.zeros_like(v)]
     zeros += [jnp.zeros(x.shape, x.dtype) for x in extra.values()]
     dq, dk, dv, *others = pl.run_state(add_up)(zeros)
     dq = dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0) if slabs > 1 else dq
