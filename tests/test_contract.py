@@ -289,7 +289,21 @@ def check(case, implementation, with_lse):
         # Tensor cores add up with truncation, which shows in arrays of a few numbers, where plain
         # sums are short or one number is what is left of many.
         slack = 2.0 if is_split and x.size < 8 else 1.0
-        assert_close(x, want[name], errors[name], name, slack=slack)
+        # dS = P (dP - Δ) of a query's only key is 0 but for the log-sum-exp's gradient. The plain
+        # computation has the same number twice; a kernel computes dP and Δ apart, and their
+        # roundings stay.
+        is_difference = is_split and case.tk == 1 and name == "dq"
+        largest = max(1.0, largest_term_of_dq(case)) if is_difference else 1.0
+        assert_close(x, want[name], errors[name], name, slack=slack, largest=largest)
+
+
+def largest_term_of_dq(case):
+    """The largest |scale dP K|, of a query, a key and a dim."""
+    arrays, (do, _) = case.arrays(), case.cotangents()
+    k, v = (np.repeat(arrays[name], case.hq // case.hk, axis=2) for name in ("key", "value"))
+    dp = np.einsum("bthd,bshd->bhts", do, v)
+    terms = np.einsum("bhts,bshd->bhtsd", dp, k)
+    return float(np.abs(terms).max()) * (case.d**-0.5 if case.scale is None else case.scale)
 
 
 def grad_name(name):

@@ -289,7 +289,7 @@ def largest_error(got, want, name=""):
     return np.abs(got[finite] - want[finite]).max(initial=0.0)
 
 
-def assert_close(got, want, plain_error=0.0, name="", *, slack=1.0):
+def assert_close(got, want, plain_error=0.0, name="", *, slack=1.0, largest=1.0):
     """Asserts an error of at most twice that of the plain computation and one rounding.
 
     Args:
@@ -298,11 +298,11 @@ def assert_close(got, want, plain_error=0.0, name="", *, slack=1.0):
       plain_error: the largest error of the plain computation.
       name: what the array is, for the message.
       slack: times what is allowed.
+      largest: the largest number that is rounded on the way; the data themselves are around 1.
     """
     error = largest_error(got, want, name)
-    # A rounding of the largest number; the data themselves are around 1.
     rounding = float(jnp.finfo(got.dtype).eps) * max(
-        1.0, np.abs(want, where=np.isfinite(want), out=np.zeros_like(want)).max(initial=0.0)
+        largest, np.abs(want, where=np.isfinite(want), out=np.zeros_like(want)).max(initial=0.0)
     )
     allowed = slack * (2.0 * plain_error + rounding)
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
