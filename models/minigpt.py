@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_flash import PagedKVCache
 from jax_flash.layers import FlashCausalSelfAttention, KVCache
@@ -261,6 +262,9 @@ class MiniGPT(nnx.Module):
         keys = _split(dropout_rng, config.num_layers + 1)
         dtype = jnp.dtype(config.dtype)
         x = _rows(self.token_embedding[...], tokens)
+        # The gradient of the positions sums over the batch. For that XLA would lay all activations
+        # out with the batch innermost, and transpose them before and after every product.
+        x = with_layout_constraint(x, Layout((0, 1, 2)))
         if self.position_embedding is not None:
             x = x + _positions(self.position_embedding[...], tokens.shape[1], caches)
         x = dropout(x.astype(dtype), config.dropout_rate, keys[-1])
