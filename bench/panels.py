@@ -48,6 +48,11 @@ def plot(
     return axes.plot([x for x, _ in seen], [y for _, y in seen], **options)
 
 
+def digits(value: float) -> str:
+    """Three of them, as in 2.80 or 447; a dash for what is not there."""
+    return f"{value:#.3g}".rstrip(".") if value else "–"
+
+
 def bars(
     axes: Any,
     bars: Mapping[str, tuple[float, str]],
@@ -66,7 +71,8 @@ def bars(
     """
     lengths, colors = zip(*bars.values(), strict=True)
     drawn = axes.barh(list(bars), lengths, color=colors)
-    axes.bar_label(drawn, list(texts), padding=3, fontsize=font_size)
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides lines of the grid
+    axes.bar_label(drawn, list(texts), padding=3, fontsize=font_size, bbox=behind)
     axes.set_xlim(0, (1 + room) * (max(lengths) or 1.0))
     axes.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
     axes.grid(visible=False, axis="y")

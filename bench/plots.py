@@ -108,7 +108,8 @@ def roofline(runs: Runs) -> Figure:
         axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ridge, slope = peak / bandwidth * 1e3, bandwidth / 1e3
     ax.plot([first, ridge, last], [first * slope, peak, peak], color=BLACK, lw=1.2, zorder=2)
-    ax.text(ridge, 1.06 * peak, f"matrix product: {peak:.0f} TFLOP/s", fontsize=10)
+    roof = f"matrix product: {peak:.0f} TFLOP/s"
+    ax.text(ridge, 1.06 * peak, roof, ha="right", fontsize=10)  # left of it is no point
     above = 1.35 * slope  # a line parallel to the roof
     ax.text(
         *(1.2 * first, 1.2 * first * above, f"reads: {bandwidth / 1e3:.2f} TB/s"),
@@ -118,7 +119,7 @@ def roofline(runs: Runs) -> Figure:
         fontsize=10,
     )
     metas = [runs[name].meta for name in runs]
-    style.finish(figure, "Roofline: what each kernel reaches", metas, handles)
+    style.finish(figure, "Roofline: what each kernel reaches", metas, handles, names=[*runs])
     return figure
 
 
@@ -274,35 +275,39 @@ def counters(runs: Runs) -> Figure:
 
 # Memory, training, decoding, serving.
 
+_CROSS = {"marker": "x", "ls": "", "mew": 2, "ms": 9}
 _BYTES_OF_TOKEN = 2 * 8 * 128 * 2  # key and value, 8 heads, D128, bf16
 
 
 def memory_scaling(runs: Runs) -> Figure:
-    """Peak device memory against the length of the sequence; what did not fit is a cross."""
+    """Peak device memory against the length; a cross is what XLA planned where it did not fit."""
     run = runs["memory"]
     figure, axes = style.subplots(1, 2, 3.9, sharey=True)
     lengths = [case.seq_len for case in memory.CASES]
+    impls = style.in_order(panels.numbers(run, "fwd", "amount"))
     for ax, mode in zip(axes[0], memory.MODES, strict=True):
         found = panels.numbers(run, mode, "amount")
+        planned = panels.numbers(run, f"{mode} planned", "amount")
         panels.need(found, [OURS], memory.CASES[0].name)
         missed = {
             (row.impl, row.case)
             for row in run.rows
             if row.mode == mode and row.note == memory.OUT_OF_MEMORY
         }
-        highest = max(max(sizes.values()) for sizes in found.values()) / 2**30
-        for i, impl in enumerate(style.in_order(found)):
+        for i, impl in enumerate(impls):
             points = [(case.seq_len, found[impl].get(case.name)) for case in memory.CASES]
             panels.plot(ax, points, 2**-30, **look(impl, i).line)
-            gone = [c.seq_len for c in memory.CASES if (impl, c.name) in missed]
-            level = 2.2 * highest * 1.8**i
-            ax.plot(gone, [level] * len(gone), "x", color=look(impl, i).color, mew=2)
+            gone = [case for case in memory.CASES if (impl, case.name) in missed]
+            for case in gone:
+                panels.need(planned, [impl], case.name)
+            points = [(case.seq_len, planned[impl][case.name]) for case in gone]
+            width = 6 - 2 * i  # thinner over thicker: several may plan the same
+            panels.plot(ax, points, 2**-30, **_CROSS | {"color": look(impl, i).color, "mew": width})
         ax.set(title=mode.replace("_", " "), yscale="log", xlabel="tokens")
         panels.lengths_axis(ax, lengths)
     axes[0, 0].set_ylabel("peak, GiB")
     axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    impls = style.in_order(panels.numbers(run, "fwd", "amount"))
-    cross = Line2D([], [], color=BLACK, marker="x", ls="", mew=2, label="out of memory")
+    cross = Line2D([], [], color=BLACK, label="planned, out of memory", **_CROSS)
     style.finish(figure, "Device memory, B1 H16 D128 causal, bf16", [run.meta],
                  [*panels.handles(impls), cross])  # fmt: skip
     return figure
@@ -324,7 +329,7 @@ def train_step(runs: Runs) -> Figure:
             ax = axes[row, column]
             shown = [impl for impl in impls if name in found.get(impl, {})]
             bars = {look(i).label: (found[i][name] * factor, look(i).color) for i in shown}
-            panels.bars(ax, bars, (f"{v:.3g}" for v, _ in bars.values()), room=0.2)
+            panels.bars(ax, bars, (panels.digits(v) for v, _ in bars.values()), room=0.2)
             ax.set_xlabel(unit)
             if row == 0:
                 ax.set_title(f"{title}\nB{rest.removesuffix(' causal bf16')}")
@@ -357,7 +362,7 @@ def documents(runs: Runs) -> Figure:
             )
             for way, label in _WAYS.items()
         }
-        panels.bars(ax, bars, (f"{v:.3g}" if v else "–" for v, _ in bars.values()), room=0.25)
+        panels.bars(ax, bars, (panels.digits(v) for v, _ in bars.values()), room=0.25)
         ax.set(title=mode, xlabel="million tokens/s")
     axes[0, 0].invert_yaxis()
     title = "64 documents, 64k tokens in all, H16 D128 causal, bf16"
@@ -436,7 +441,7 @@ def served(runs: Runs) -> Figure:
             label: (value, color)
             for (label, color), value in zip(_SERVERS.values(), values, strict=True)
         }
-        panels.bars(ax, bars, (f"{value:.3g}" if value else "–" for value in values), room=0.35)
+        panels.bars(ax, bars, map(panels.digits, values), room=0.35)
         ax.set_xlabel(unit)
     axes[0, 0].invert_yaxis()
     title = f"{mix.title}: {mix.num_requests} requests in the memory of {mix.rows} longest rows"

@@ -72,6 +72,11 @@ class View:
         names = dict.fromkeys(impl for _, impl in self.rows)
         return tuple(sorted(names, key=lambda impl: impl != OURS))
 
+    @property
+    def inaccurate(self) -> tuple[tuple[str, str], ...]:
+        """Case and implementation of each result that must not be believed."""
+        return tuple(key for key, row in self.rows.items() if row.note == INACCURATE)
+
     def has(self, cases: Collection[str]) -> bool:
         """Whether any of these cases is there."""
         return not set(cases).isdisjoint(self.cases)
@@ -184,6 +189,8 @@ class View:
             row = self.rows.get((case, impl))
             if row is None:
                 return ""
+            if row.note == INACCURATE and of != "error":
+                return "(!)"  # a wrong result has no speed
             value = None if of is None else getattr(row, of)
             if value is not None:
                 text = f"{value:.1e}" if of == "error" else f"{value * scale:.{digits}f}"
@@ -312,6 +319,10 @@ def _short(case: str) -> str:
     return case.replace(_DTYPE, "")
 
 
+def _containing(names: Collection[str], part: str) -> list[str]:
+    return [name for name in names if part in name]
+
+
 def fill(text: str, folder: Path = figures.RESULTS) -> str:
     """The page with its numbers.
 
@@ -329,7 +340,9 @@ def fill(text: str, folder: Path = figures.RESULTS) -> str:
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True,
         lstrip_blocks=True, autoescape=False,
     )  # fmt: skip
-    environment.filters |= {"fixed": _fixed, "scientific": _scientific, "short": _short}
+    environment.filters |= {
+        "fixed": _fixed, "scientific": _scientific, "short": _short, "containing": _containing
+    }  # fmt: skip
     environment.globals |= {
         "measured": functools.partial(_measured, folder),
         "figure": _figure,

@@ -101,6 +101,7 @@ def finish(
     metas: Sequence[Meta],
     handles: Sequence[Any] = (),
     columns: int | None = None,
+    names: Sequence[str] = (),
 ) -> None:
     """Title, a legend above all axes, and a footer that says where the numbers come from."""
     figure.legend(
@@ -112,18 +113,20 @@ def finish(
         ncols=columns or (len(handles) if len(handles) < 5 else 3),
         borderpad=0.1,
     )
-    figure.supxlabel("\n".join(footers(metas)), fontsize=SMALL, color="#444444", x=0.01, ha="left")
-
-
-def footers(metas: Sequence[Meta]) -> list[str]:
-    """A line for each run, the same run once."""
-    return list(
-        dict.fromkeys(
-            f"{meta.device}, JAX {meta.jax}, CUDA {meta.cuda}, commit {meta.commit}, "
-            f"{meta.date[:10]}"
-            for meta in metas
-        )
+    figure.supxlabel(
+        "\n".join(footers(metas, names)), fontsize=SMALL, color="#444444", x=0.01, ha="left"
     )
+
+
+def footers(metas: Sequence[Meta], names: Sequence[str] = ()) -> list[str]:
+    """A line for each run, the same run once; different ones have their names, if there are any."""
+    lines = [
+        f"{meta.device}, JAX {meta.jax}, CUDA {meta.cuda}, commit {meta.commit}, {meta.date[:10]}"
+        for meta in metas
+    ]
+    if names and len(set(lines)) > 1:
+        return [f"{name}: {line}" for name, line in zip(names, lines, strict=True)]
+    return list(dict.fromkeys(lines))
 
 
 def save(figure: Figure, stem: Any) -> None:

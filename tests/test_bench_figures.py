@@ -53,6 +53,7 @@ def memory_rows():
                     yield Row(case.name, impl, mode, None, note=memory.OUT_OF_MEMORY)
                 else:
                     yield Row(case.name, impl, mode, None, amount=size, unit="bytes")
+                yield Row(case.name, impl, f"{mode} planned", None, amount=size, unit="bytes")
 
 
 def train_rows():

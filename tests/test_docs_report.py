@@ -98,13 +98,14 @@ def test_a_table_shows_every_case_and_compares(fill):
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0] == ["", OURS, "fa3", "cudnn"]
     assert cells[2] == ["B1 S64 H1/1 D64 full", "400", "300", "–"]
-    assert cells[3] == ["B1 S128 H1/1 D64 causal", "200", "100", "50 (!)"]
+    assert cells[3] == ["B1 S128 H1/1 D64 causal", "200", "100", "(!)"]
     pair = fill(
         f'{{{{ file("fwd").table("tflops", summary=True, impls=["fa3", "{OURS}"]) }}}}'
     ).splitlines()
     assert [re.findall(r"\S+ ×", line) for line in pair[4:]] == [["0.866 ×"], ["0.500 ×"]]
     turned = fill('{{ file("fwd").table("error", by="impl", impls=["fa3"]) }}').splitlines()
     assert [cell.strip() for cell in turned[2].split("|")] == ["", "fa3", "2.0e-03", "–", ""]
+    assert fill('{{ file("fwd").inaccurate }}') == str(((OTHER, "cudnn"),))
 
 
 def test_the_report_changes_with_its_results(tmp_path):
