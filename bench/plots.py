@@ -424,6 +424,8 @@ _SERVERS = {
 def served(runs: Runs) -> Figure:
     """Tokens per second, texts at once and empty slots, from pages and from contiguous rows."""
     run, (mix,) = runs["serving"], serving.MIXES
+    asked = {row.impl for row in run.rows}
+    servers = {impl: shown for impl, shown in _SERVERS.items() if impl in asked}
     figure, axes = style.subplots(1, 3, 2.6, sharey=True)
     for ax, (mode, factor, unit) in zip(
         axes[0],
@@ -436,10 +438,10 @@ def served(runs: Runs) -> Figure:
     ):
         found = panels.numbers(run, mode, "amount")
         panels.need(found, [serving.ENGINE], mix.name)
-        values = [found.get(impl, {}).get(mix.name, 0.0) * factor for impl in _SERVERS]
+        values = [found.get(impl, {}).get(mix.name, 0.0) * factor for impl in servers]
         bars = {
             label: (value, color)
-            for (label, color), value in zip(_SERVERS.values(), values, strict=True)
+            for (label, color), value in zip(servers.values(), values, strict=True)
         }
         panels.bars(ax, bars, map(panels.digits, values), room=0.35)
         ax.set_xlabel(unit)
