@@ -78,15 +78,17 @@ def scratch_tree(problem: Problem, config: ForwardConfig, ops: Ops) -> dict[str,
             "bias_full": plgpu.Barrier(num_arrivals=groups, num_barriers=count),
             "bias_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=count),
         }
+    query_parts = 1 if _splits_queries(problem, config) else problem.parts
+    query_buffer = tiles.operand_buffer if query_parts == problem.parts else tiles.buffer
     tree = {
-        "q_s": tiles.operand_buffer((groups, _ROWS, problem.head_dim), dtype),
+        "q_s": query_buffer((groups, _ROWS, problem.head_dim), dtype),
         "k_s": tiles.operand_buffer((stages, config.block_kv, problem.head_dim), dtype),
         "v_s": tiles.operand_buffer((stages, config.block_kv, problem.value_dim), dtype),
         "o_s": None
         if config.share_out
         else tiles.buffer((groups, _ROWS, _staged_columns(problem)), dtype),
         "lse_s": plgpu.SMEM((groups, _ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=groups * problem.parts, num_barriers=1),
+        "q_full": plgpu.Barrier(num_arrivals=groups * query_parts, num_barriers=1),
         "q_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=1),
         "k_full": plgpu.Barrier(num_arrivals=problem.parts, num_barriers=stages),
         "k_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
@@ -100,6 +102,11 @@ def scratch_tree(problem: Problem, config: ForwardConfig, ops: Ops) -> dict[str,
         else None,
     }
     return {name: item for name, item in tree.items() if item is not None}
+
+
+def _splits_queries(problem: Problem, config: ForwardConfig) -> bool:
+    """Whether each query tile is split where it stays: in registers; otherwise before, by XLA."""
+    return problem.parts > 1 and config.query_registers
 
 
 def _staged_columns(problem: Problem) -> int:
@@ -249,7 +256,11 @@ class _Kernel(ScoreTiles):
         for group in range(config.num_warpgroups):
             row = words[0] * config.block_q + group * _ROWS
             at = batch, pl.ds(row, _ROWS), head
-            self.copy("q", at, refs["q_s"].at[group], refs["q_full"].at[0])
+            target, full = refs["q_s"].at[group], refs["q_full"].at[0]
+            if _splits_queries(self.problem, config):
+                plgpu.copy_gmem_to_smem(refs["q"].at[at], target, full)
+            else:
+                self.copy("q", at, target, full)
 
         def load(i: Any, _: None) -> None:
             slot, keys = self.slot(steps + i), keys_of(i)
@@ -441,8 +452,12 @@ class _Kernel(ScoreTiles):
         score_shape = (_ROWS, config.block_kv)
 
         query = refs["q_s"].at[self.warpgroup]
-        in_registers = ops.load_operand(query) if config.query_registers else None
+        in_registers = None
         if config.query_registers:
+            if _splits_queries(self.problem, config):
+                in_registers = ops.operand(ops.load_tile(query), self.problem.dtype)
+            else:
+                in_registers = ops.load_operand(query)
             self.arrive("q_empty")
 
         def scores(s_acc: Ref, slot: Any) -> None:
@@ -640,7 +655,9 @@ def attention_forward(
     inputs |= term_inputs(problem, mask, arrays or Arrays(), padded_len, whole_tiles)
     inputs |= {"q": q, "k": k, "v": v}
     if problem.parts > 1:
-        inputs |= {"q_parts": split(q), "k_parts": split(k), "v_parts": split(v)}
+        inputs |= {"k_parts": split(k), "v_parts": split(v)}
+        if not _splits_queries(problem, config):
+            inputs["q_parts"] = split(q)
     outputs = {
         "out": jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), problem.dtype),
         "lse": jax.ShapeDtypeStruct((problem.batch, problem.num_q_heads, padded_len), jnp.float32),
