@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_flash.mask import Mask
 from pallas_kernels import terms
 from pallas_kernels.backward_config import GROUPS, BackwardConfig, transposes_bias
 from pallas_kernels.config import Problem
-from pallas_kernels.ops import packed_bits
+from pallas_kernels.ops import packed_rows
 from pallas_kernels.terms import Arrays
 
 Array = jax.Array
@@ -129,7 +131,10 @@ def _visible(array: Array, problem: Problem, keys: int) -> dict[str, Array]:
         seen = jnp.broadcast_to(array[:, :, 0], (*array.shape[:2], problem.kv_len))
         surplus = ((0, 0), (0, 0), (0, keys - problem.kv_len))
         return {"visible_keys": jnp.pad(seen.astype(jnp.float32), surplus)}
-    return {"visible_bits": packed_bits(jnp.swapaxes(array, 2, 3))}
+    # Transposed by a kernel of its own. XLA would have what packs the mask write it transposed, and
+    # read the mask in stripes; and it gets some kernels wrong that do more than transpose.
+    words = with_layout_constraint(packed_rows(array), Layout(major_to_minor=(0, 1, 2, 3)))
+    return {"visible_bits": jnp.swapaxes(lax.optimization_barrier(words), 2, 3)}
 
 
 def sink_gradients(sinks: Array, lse: Array, delta: Array) -> Array:

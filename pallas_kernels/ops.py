@@ -23,7 +23,9 @@ Not modelled, so only a GPU can test: layouts, swizzles, wait counts and registe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -464,7 +466,29 @@ def packed_bits(visible: Array) -> Array:
     """
     *lead, rows, columns = visible.shape
     surplus = [(0, 0)] * (len(lead) + 1) + [(0, -columns % 128)]
-    bits = jnp.pad(visible, surplus).reshape(*lead, rows, -1, 16, 4, 2)
-    bits = jnp.swapaxes(bits, -3, -2).reshape(*lead, rows, -1, 4, 32).astype(jnp.uint32)
-    words = (bits << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+    eights = jnp.pad(visible, surplus).reshape(*lead, rows, -1, 8).astype(jnp.uint8)
+    # In two passes, of which the first is over the mask: all reads are of neighbours. And no sums:
+    # XLA would give each of these few bits to a thread of its own.
+    octets = lax.optimization_barrier(_joined(eights[..., i] << i for i in range(8)))
+    octets = octets.reshape(*lead, rows, -1, 16, 1).astype(jnp.uint32)
+    pairs = octets >> jnp.arange(0, 8, 2, dtype=jnp.uint32) & 3
+    words = _joined(pairs[..., k, :] << 2 * k for k in range(16))
     return lax.bitcast_convert_type(words, jnp.int32).reshape(*lead, rows, -1)
+
+
+def packed_rows(visible: Array) -> Array:
+    """Booleans ``[..., rows, columns]`` as int32 words ``[..., 4 * blocks of 128 rows, columns]``.
+
+    :func:`packed_bits` of the transpose, transposed, by one pass that reads neighbours.
+    """
+    *lead, rows, columns = visible.shape
+    surplus = [(0, 0)] * len(lead) + [(0, -rows % 128), (0, 0)]
+    bits = jnp.pad(visible, surplus).reshape(*lead, -1, 16, 4, 2, columns).astype(jnp.uint32)
+    words = _joined(
+        bits[..., k, :, e, :] << 2 * k + e for k, e in itertools.product(range(16), range(2))
+    )
+    return lax.bitcast_convert_type(words, jnp.int32).reshape(*lead, -1, columns)
+
+
+def _joined(bits: Iterable[Array]) -> Array:
+    return functools.reduce(jnp.bitwise_or, bits)

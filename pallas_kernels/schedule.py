@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash.mask import Mask
+from pallas_kernels.ops import packed_bits, packed_rows
 
 Array = jax.Array
 
@@ -37,6 +38,7 @@ _MAX_HOST_TILES = 2**15  # beyond it a Python loop over tiles costs more than it
 _FEW_COMPARISONS = 2**20  # of one kernel, which then takes no longer than any other
 _GOLDEN = (5**0.5 - 1) / 2
 _MATCHES = 2  # halvings of the number of rounds that are dealt out, where there are enough
+_HALF = 2**16 - 1  # all bits of half a word
 _TILE_COST = 1.5  # start and end of a query tile, in key tiles
 
 
@@ -153,7 +155,7 @@ def find_visits(
     visible, full = _visible_tiles(mask, q_len, kv_len, block_q, block_kv)
     tile = jnp.arange(visible.shape[3], dtype=jnp.int32)
     entries = jnp.where(visible, 2 * tile + jnp.where(full, 0, 1), -1)
-    visits = -jnp.sort(-entries, axis=-1)
+    visits = -jnp.sort(-entries, axis=-1, stable=False)
     count = visible.sum(axis=-1, dtype=jnp.int32)
     # A tile that sees nothing visits one, masked.
     visits = jnp.where(count[..., None] == 0, 1, visits)
@@ -170,14 +172,20 @@ def find_visits(
 
 
 def _visible_tiles(
-    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int
+    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, *, by_keys: bool = False
 ) -> tuple[Array, Array]:
     """Which tiles must be visited, and which of them need no mask, by a boolean array and the rest.
 
-    Both bool ``[B|1, Hq|1, num_q_tiles, num_kv_tiles]``.
+    Both bool ``[B|1, Hq|1, num_q_tiles, num_kv_tiles]``. What is read are the packed words that the
+    kernel reads, too, in the backward pass ``by_keys``: XLA makes them once.
     """
     assert mask.array is not None
-    some, every = _tiles_of_array(mask.array, q_len, kv_len, block_q, block_kv)
+    if by_keys and mask.array.shape[2] > 1:
+        words, axis = packed_rows(mask.array), 2
+    else:
+        of_columns = jnp.broadcast_to(mask.array, (*mask.array.shape[:3], kv_len))
+        words, axis = packed_bits(of_columns), 3
+    some, every = _tiles_of_words(words, axis, (q_len, kv_len), (block_q, block_kv))
     own = mask.tile_ranges(q_len, kv_len, block_q, block_kv)
     lo, full_lo, full_hi, hi = (jnp.asarray(x)[:, None, :, None] for x in own)
     tile = jnp.arange(-(-kv_len // block_kv), dtype=jnp.int32)
@@ -185,29 +193,55 @@ def _visible_tiles(
     return some & (lo <= tile) & (tile < hi), full
 
 
-def _tiles_of_array(
-    array: Array, q_len: int, kv_len: int, block_q: int, block_kv: int
+def _tiles_of_words(
+    words: Array, axis: int, lengths: tuple[int, int], blocks: tuple[int, int]
 ) -> tuple[Array, Array]:
-    """Of a mask ``[B|1, Hq|1, Tq|1, Tk|1]``: tiles with some, and with nothing but, visible keys.
+    """Of a packed mask: tiles with some, and with nothing but, visible keys.
 
-    Both bool ``[B|1, Hq|1, num_q_tiles, num_kv_tiles]``; what is past the ends does not count.
+    Both bool ``[B|1, Hq|1, num_q_tiles, num_kv_tiles]``. Rows past the end of whole words do not
+    count, what is past the end in a word does.
+
+    Args:
+        words: int32 ``[B|1, Hq|1, Tq|1, words]``, or ``[B|1, Hq|1, words, Tk|1]``.
+        axis: along which bits are packed: 3 or 2.
+        lengths: Tq and Tk.
+        blocks: queries and keys of a tile; along ``axis`` a multiple of 64.
     """
+    other = 5 - axis
+    quads = words.reshape(*words.shape[:axis], -1, 4, *words.shape[axis + 1 :])
+    at = functools.partial(jax.lax.index_in_dim, keepdims=False)
+    quads = [at(quads, t, axis + 1) for t in range(4)]
 
-    def by_tile(reduction: Any, neutral: bool) -> Array:
-        result = array
-        for axis, length, block in ((2, q_len, block_q), (3, kv_len, block_kv)):
-            num_tiles = -(-length // block)
-            if result.shape[axis] == 1:
-                result = jnp.repeat(result, num_tiles, axis)
-                continue
-            surplus = [(0, 0)] * 4
-            surplus[axis] = (0, -length % block)
-            result = jnp.pad(result, surplus, constant_values=neutral)
-            shape = (*result.shape[:axis], num_tiles, block, *result.shape[axis + 1 :])
-            result = reduction(result.reshape(shape), axis=axis + 1)
-        return result
+    def by_tile(join: Any, reduction: Any, neutral: int) -> Array:
+        result = _grouped(functools.reduce(join, quads), other, blocks[other - 2], neutral)
+        if result.shape[other + 1] > 1:
+            result = reduction(result, axes=(other + 1,))
+        else:
+            result = jnp.repeat(result.squeeze(other + 1), num_tiles[other - 2], other)
+        # The lower halves of four words have 64 bits in a row, the upper halves the next.
+        shift = np.array([0, 16], np.int32).reshape(2, *[1] * (result.ndim - axis - 1))
+        halves = jnp.expand_dims(result, axis + 1) >> shift & _HALF
+        halves = halves.reshape(*result.shape[:axis], -1, *result.shape[axis + 1 :])
+        halves = _grouped(halves, axis, blocks[axis - 2] // 64, neutral & _HALF)
+        result = functools.reduce(
+            join, (at(halves, i, axis + 1) for i in range(halves.shape[axis + 1]))
+        )
+        return jax.lax.slice_in_dim(result, 0, num_tiles[axis - 2], axis=axis)
 
-    return by_tile(jnp.any, False), by_tile(jnp.all, True)
+    num_tiles = [-(-length // block) for length, block in zip(lengths, blocks, strict=True)]
+    some = by_tile(jnp.bitwise_or, jax.lax.reduce_or, 0) != 0
+    every = by_tile(jnp.bitwise_and, jax.lax.reduce_and, -1) == _HALF
+    return some, every
+
+
+def _grouped(x: Array, axis: int, size: int, padding: Any) -> Array:
+    """An axis as two, of groups and of ``size`` in each; one of 1 stays that."""
+    if x.shape[axis] == 1:
+        return jnp.expand_dims(x, axis + 1)
+    surplus = [(0, 0)] * x.ndim
+    surplus[axis] = (0, -x.shape[axis] % size)
+    x = jnp.pad(x, surplus, constant_values=padding)
+    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
 def row_of(head: Any, num_rows: int, num_heads: int) -> Any:
@@ -288,14 +322,17 @@ def _dealt(ranges: Any, batch: int, num_heads: int, num_blocks: int) -> Array:
     cost = jnp.asarray(ranges.hi - ranges.lo)[row, tile % tiles_a_head]
     cost = jnp.where(tile < num_tiles, cost, -1)
     match = tile[:, :, None]
+    block = np.arange(num_blocks, dtype=np.int32)
     for level in range(levels + 1):
         if level:
             cost = cost[::2] + cost[1::2, ::-1]
             match = jnp.concatenate([match[::2], match[1::2, ::-1]], axis=2)
-        longest_first = jnp.argsort(-cost, axis=1)
-        cost = jnp.take_along_axis(cost, longest_first, axis=1)
-        match = jnp.take_along_axis(match, longest_first[:, :, None], axis=1)
-    turn, block = np.arange(num_matches)[:, None], np.arange(num_blocks)
+        # The longest first. One number is sorted for cost and place: half the work, fewer kernels.
+        keys = jnp.sort(block - cost * num_blocks, axis=1, stable=False)
+        place = keys % num_blocks
+        cost = (place - keys) // num_blocks
+        match = jnp.take_along_axis(match, place[:, :, None], axis=1)
+    turn = np.arange(num_matches)[:, None]
     shift = np.round(turn // 2 * num_blocks * _GOLDEN).astype(np.int32)
     rank = (block + shift) % num_blocks
     rank = np.where(turn % 2 == 0, rank, num_blocks - 1 - rank)
@@ -443,11 +480,11 @@ def find_query_visits(
         ranges: from 0 to how many those are of all query heads of a key head together.
     """
     assert mask.array is not None
-    visible, full = _visible_tiles(mask, q_len, kv_len, block_q, block_kv)
+    visible, full = _visible_tiles(mask, q_len, kv_len, block_q, block_kv, by_keys=True)
     num_q_tiles = visible.shape[2]
     q_tile = jnp.arange(num_q_tiles, dtype=jnp.int32)[:, None]
     entries = jnp.where(visible, 2 * q_tile + jnp.where(full, 0, 1), 2 * num_q_tiles)
-    visits = jnp.swapaxes(jnp.sort(entries, axis=2), 2, 3)
+    visits = jnp.swapaxes(jnp.sort(entries, axis=2, stable=False), 2, 3)
     count = visible.sum(axis=2, dtype=jnp.int32)
     visits = jnp.concatenate([count[..., None], visits, jnp.zeros_like(count)[..., None]], axis=3)
     group = num_q_heads // num_kv_heads

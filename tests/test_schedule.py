@@ -1,5 +1,7 @@
 """Tile ranges and schedules against the masks themselves, without a kernel."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from jax_flash.mask import Mask, packed_mask
 from pallas_kernels import forward, schedule
+from pallas_kernels.ops import packed_bits, packed_rows
 
 Q_LEN, KV_LEN, BLOCK_Q, BLOCK_KV = 200, 230, 64, 32
 
@@ -165,3 +168,106 @@ def test_schedule_packs_large_numbers():
     words = schedule.make(ranges, 1, 1, 1, 1)
     lo, hi = forward._unpack(jnp.asarray(words)[0, 0, 2])
     assert (lo, hi) == (40000, 65535)
+
+
+def blocks_of(batch, heads, q_len, kv_len):
+    """A boolean mask with whole blocks of both values, and others."""
+    rng = np.random.default_rng(7)
+    array = rng.random((batch, heads, q_len, kv_len)) < 0.97
+    for q, k in np.ndindex(-(-q_len // 64), -(-kv_len // 64)):
+        value = rng.integers(0, 3, (batch, heads, 1, 1))
+        block = array[:, :, q * 64 : (q + 1) * 64, k * 64 : (k + 1) * 64]
+        block[...] = np.where(value == 2, block, value == 1)
+    return jnp.asarray(array)
+
+
+ARRAYS = {
+    "of all": (1, 1, 300, 400),
+    "of each head": (2, 3, 300, 400),
+    "of whole words": (1, 1, 256, 384),
+    "of keys": (2, 1, 1, 400),
+    "of queries": (1, 3, 300, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_causal", "block_q", "block_kv"),
+    [
+        ("of all", True, 64, 128),
+        ("of all", False, 192, 64),
+        ("of each head", True, 128, 128),
+        ("of whole words", False, 128, 128),
+        ("of whole words", False, 64, 64),
+        ("of keys", True, 128, 64),
+        ("of queries", False, 64, 128),
+    ],
+)
+def test_visits_are_what_a_boolean_mask_leaves(name, is_causal, block_q, block_kv):
+    """Both passes visit all tiles with something to see, and call no others than whole ones full.
+
+    But in the last words of queries the backward pass may take a whole tile for a masked one.
+    """
+    batch, heads, kv_heads = 2, 3, 1
+    q_len, kv_len = (256, 384) if name == "of whole words" else (300, 400)
+    mask = Mask(is_causal=is_causal, q_offset=100, array=blocks_of(*ARRAYS[name]))
+    interval = dataclasses.replace(mask, array=np.ones((1, 1, 1, 1), bool))
+    rows, columns = (range(0, n, size) for n, size in ((q_len, block_q), (kv_len, block_kv)))
+
+    def by_tile(mask, reduction):
+        visible = np.asarray(mask.to_array(q_len, kv_len))
+        visible = np.broadcast_to(visible, (*visible.shape[:2], q_len, kv_len))
+        tiles = [
+            [
+                reduction(visible[..., i : i + block_q, j : j + block_kv], axis=(2, 3))
+                for j in columns
+            ]
+            for i in rows
+        ]
+        return np.moveaxis(tiles, (0, 1), (2, 3))
+
+    some = by_tile(dataclasses.replace(mask, is_causal=False), np.any) & by_tile(interval, np.any)
+    every = by_tile(mask, np.all)
+    every[..., kv_len // block_kv :] = False
+
+    def entries(place, flags, masked):
+        return [2 * int(i) + bool(masked[*place, i]) for i in np.flatnonzero(flags[place])]
+
+    visits, ranges, _ = schedule.find_visits(
+        mask, batch, heads, q_len, kv_len, block_q, 1, block_kv
+    )
+    for row, tile in np.ndindex(visits.shape[:2]):
+        b, h = divmod(row, heads) if some.shape[1] > 1 else (row, 0)
+        place = min(b, some.shape[0] - 1), h, tile
+        expected = entries(place, some, ~every)[::-1] or [1]
+        np.testing.assert_array_equal(visits[row, tile, : ranges.hi[row, tile]], expected)
+    if block_q > 128:
+        return  # no block of the backward pass
+    visits, ranges = schedule.find_query_visits(
+        mask, batch, heads, kv_heads, q_len, kv_len, block_q, block_kv
+    )
+    some, every = (np.swapaxes(x, 2, 3) for x in (some, every))
+    total = np.zeros(ranges.hi.shape, int)
+    for row, tile in np.ndindex(visits.shape[:2]):
+        b, h = divmod(row, heads) if some.shape[1] > 1 else (row, 0)
+        place = min(b, some.shape[0] - 1), h, tile
+        count = int(visits[row, tile, 0])
+        found, expected = visits[row, tile, 1 : 1 + count], entries(place, some, ~every)
+        np.testing.assert_array_equal(found >> 1, np.array(expected, int) >> 1)
+        whole = np.asarray(found >> 1) < q_len // block_q
+        np.testing.assert_array_equal(np.asarray(found)[whole], np.array(expected, int)[whole])
+        assert (np.asarray(found) >= expected).all()
+        total[min(b, total.shape[0] - 1) if total.shape[0] > 1 else 0, tile] += count
+    factor = 1 if some.shape[1] > 1 else heads
+    np.testing.assert_array_equal(ranges.hi, total * factor)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 70, 130), (300, 256), (1, 5), (130, 1)])
+def test_packed_rows_are_the_bits_of_the_transpose(shape):
+    visible = np.random.default_rng(3).random(shape) < 0.5
+    bits = np.asarray(packed_bits(jnp.asarray(visible)))
+    word = np.arange(-(-shape[-1] // 128) * 128)
+    place = word // 128 * 4 + word % 8 // 2, word % 128 // 8 * 2 + word % 2
+    unpacked = (bits[..., place[0]] >> place[1] & 1)[..., : shape[-1]]
+    np.testing.assert_array_equal(unpacked == 1, visible)
+    rows = packed_rows(jnp.asarray(np.swapaxes(visible, -1, -2)))
+    np.testing.assert_array_equal(np.swapaxes(rows, -1, -2), bits)
