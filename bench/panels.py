@@ -8,7 +8,8 @@ from typing import Any
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from bench.results import INACCURATE, Run
+from bench.results import Run
+from bench.shakespeare import PUBLISHED_LOSS, Curve
 from bench.style import SMALL, look
 
 Runs = Mapping[str, Run]
@@ -23,7 +24,7 @@ def numbers(run: Run, mode: str, attribute: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for row in run.rows:
         value = getattr(row, attribute)
-        if row.mode == mode and value is not None and row.note != INACCURATE:
+        if row.mode == mode and value is not None and row.is_believed:
             found.setdefault(row.impl, {})[row.case] = value
     return found
 
@@ -46,6 +47,28 @@ def plot(
     """A line through the points that have a figure, times ``scale``."""
     seen = [(x, y * scale) for x, y in points if y is not None]
     return axes.plot([x for x, _ in seen], [y for _, y in seen], **options)
+
+
+def losses(axes: Any, looks: Mapping[Curve, tuple[str, str]], of: str) -> None:
+    """Validation loss against "seconds" or "step", a ring around the lowest one.
+
+    What came before the first steps is far above the rest, and not shown.
+    """
+    for curve, (color, marker) in looks.items():
+        x, y = zip(*((getattr(point, of), point.loss) for point in curve.points), strict=True)
+        axes.plot(x, y, color=color, marker=marker, ms=4, lw=1.6)
+        ring = {"marker": "o", "mfc": "none", "mec": color, "mew": 1.8, "ms": 11, "zorder": 4}
+        axes.plot(getattr(curve.best, of), curve.best.loss, ls="", **ring)
+    every = [point for curve in looks for point in curve.points]
+    later = [point.loss for point in every if point.step > 0] or [point.loss for point in every]
+    low, high = min(*later, PUBLISHED_LOSS), max(*later, PUBLISHED_LOSS)
+    axes.set(xlim=(0, None), ylim=(low - 0.08 * (high - low), high + 0.08 * (high - low)))
+
+
+def best_of(curve: Curve) -> str:
+    """A run in words."""
+    best = curve.best
+    return f"{curve.name}: lowest {best.loss:.4f} after {best.seconds:.1f} s, step {best.step}"
 
 
 def digits(value: float) -> str:

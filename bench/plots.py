@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from bench import cases, ladder, memory, packed, panels, profile, serving, style, train
+from bench import cases, ladder, memory, packed, panels, profile, serving, shakespeare, style, train
 from bench.cases import Case
 from bench.panels import Runs, StaleError
 from bench.results import OURS, Run
@@ -339,6 +339,32 @@ def train_step(runs: Runs) -> Figure:
     return figure
 
 
+def training_curve(runs: Runs) -> Figure:
+    """Validation loss of training runs, against seconds since their start and against steps."""
+    run = runs["shakespeare"]
+    curves = shakespeare.curves(run)
+    if not curves:
+        raise StaleError("it has no losses")
+    looks = dict(zip(curves, ((BLUE, "o"), (style.ORANGE, "s")), strict=False))
+    figure, axes = style.subplots(1, 2, 3.7, sharey=True, width_ratios=(3, 2))
+    for ax, of, unit in zip(
+        axes[0], ("seconds", "step"), ("seconds since the start", "steps"), strict=True
+    ):
+        ax.axhline(shakespeare.PUBLISHED_LOSS, color=BLACK, ls="--", lw=1, zorder=2)
+        panels.losses(ax, looks, of)
+        ax.set_xlabel(unit)
+    axes[0, 0].set_ylabel("validation loss, nats")
+    label = f" nanoGPT: {shakespeare.PUBLISHED_LOSS}"  # where programs are still compiled
+    axes[0, 0].text(0, shakespeare.PUBLISHED_LOSS, label, va="bottom", fontsize=10)
+    handles = [
+        Line2D([], [], color=color, marker=marker, label=panels.best_of(curve))
+        for curve, (color, marker) in looks.items()
+    ]
+    title = f"MiniGPT, preset {shakespeare.PRESET}: loss on what it does not train on"
+    style.finish(figure, title, [run.meta], handles, columns=1)
+    return figure
+
+
 _WAYS = {
     OURS: "jax_flash, packed",
     "fa3": "FlashAttention-3, packed",
@@ -463,6 +489,7 @@ FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Runs], Figu
     "memory": (("memory",), (), memory_scaling),
     "packed": (("packed",), (), documents),
     "train_step": (("train",), (), train_step),
+    "training_curve": (("shakespeare",), (), training_curve),
     "decode": (("decode",), (), decode),
     "serving": (("serving",), (), served),
 }

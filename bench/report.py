@@ -23,8 +23,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from bench import cases, figures, provenance, results
-from bench.results import INACCURATE, OURS, Row, Run
+from bench import cases, figures, provenance, results, shakespeare
+from bench.results import OURS, Row, Run
 from bench.run import MODULES
 
 ROOT = provenance.ROOT
@@ -75,7 +75,7 @@ class View:
     @property
     def inaccurate(self) -> tuple[tuple[str, str], ...]:
         """Case and implementation of each result that must not be believed."""
-        return tuple(key for key, row in self.rows.items() if row.note == INACCURATE)
+        return tuple(key for key, row in self.rows.items() if not row.is_believed)
 
     def has(self, cases: Collection[str]) -> bool:
         """Whether any of these cases is there."""
@@ -84,7 +84,7 @@ class View:
     def get(self, of: str, case: str, impl: str = OURS) -> float | None:
         """Like :meth:`value`; None if there is no such number."""
         row = self.rows.get((case, impl))
-        return None if row is None or row.note == INACCURATE else getattr(row, of)
+        return getattr(row, of) if row is not None and row.is_believed else None
 
     def value(self, of: str, case: str, impl: str = OURS) -> float:
         """A number of one row.
@@ -126,12 +126,8 @@ class View:
             ours: what is compared with it.
             cases: names of those to take; all by default.
         """
-        times: dict[str, dict[str, float]] = {}
-        for (case, impl), row in self.rows.items():
-            if row.time_us is not None and row.note != INACCURATE:
-                times.setdefault(case, {})[impl] = row.time_us
         found = {}
-        for case, taken in times.items():
+        for case, taken in self.run.times(self.mode).items():
             others = [taken[x] for x in taken if x != ours and peer in (x, "best peer")]
             if ours in taken and others and (cases is None or case in cases):
                 found[case] = min(others) / taken[ours]
@@ -189,8 +185,8 @@ class View:
             row = self.rows.get((case, impl))
             if row is None:
                 return ""
-            if row.note == INACCURATE and of != "error":
-                return "(!)"  # a wrong result has no speed
+            if not row.is_believed and of != "error":
+                return results.WRONG
             value = None if of is None else getattr(row, of)
             if value is not None:
                 text = f"{value:.1e}" if of == "error" else f"{value * scale:.{digits}f}"
@@ -198,7 +194,7 @@ class View:
                 text = row.figure
             else:
                 return _OUT_OF_MEMORY if row.note == _OUT_OF_MEMORY else "–"
-            return f"{text} (!)" if row.note == INACCURATE else text
+            return text if row.is_believed else f"{text} {results.WRONG}"
 
         if by == "impl":
             lines = [["", *map(_short, chosen)]]
@@ -248,6 +244,11 @@ class Results:
     def modes(self) -> tuple[str, ...]:
         """Those that rows have."""
         return self.run.modes
+
+    @property
+    def curves(self) -> list[shakespeare.Curve]:
+        """Of training runs."""
+        return shakespeare.curves(self.run)
 
     @property
     def counters(self) -> str:
@@ -348,6 +349,7 @@ def fill(text: str, folder: Path = figures.RESULTS) -> str:
         "figure": _figure,
         "grid": [case.name for case in cases.GRID],
         "others": [case.name for case in cases.OTHERS],
+        "published_loss": shakespeare.PUBLISHED_LOSS,
         "gpu": json.loads(GPU_RECORD.read_text()),
     }
     return environment.from_string(text).render()

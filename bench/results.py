@@ -20,6 +20,7 @@ OURS = "jax_flash.mosaic"
 _EXPLANATION_LENGTH = 300
 # The note of a row that must not be believed.
 INACCURATE = "less accurate than twice plain attention in low precision"
+WRONG = "(!)"  # what tables show of it: a wrong result has no speed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +87,15 @@ class Row:
         return self.time_us is not None or self.amount is not None
 
     @property
+    def is_believed(self) -> bool:
+        """Whether its figures may be shown and compared."""
+        return self.note != INACCURATE
+
+    @property
     def figure(self) -> str:
         """What a table shows: the amount, TFLOP/s, or the time where there is neither."""
+        if not self.is_believed:
+            return WRONG
         if self.amount is not None:
             if self.unit == "bytes":
                 return f"{self.amount / 2**30:.3f} GiB"
@@ -110,10 +118,13 @@ class Run:
         return tuple(dict.fromkeys(row.mode for row in self.rows))
 
     def times(self, mode: str) -> dict[str, dict[str, float]]:
-        """{case: {impl: time_us}} of one mode, in the file's order, absent figures left out."""
+        """{case: {impl: time_us}} of one mode, in the file's order, of all that can be compared.
+
+        What was not timed and what must not be believed are left out.
+        """
         table: dict[str, dict[str, float]] = {}
         for row in self.rows:
-            if row.mode == mode and row.time_us is not None:
+            if row.mode == mode and row.time_us is not None and row.is_believed:
                 table.setdefault(row.case, {})[row.impl] = row.time_us
         return table
 
@@ -225,7 +236,8 @@ def table(
 ) -> str:
     """A Markdown table of one mode: a row for each case, a column for each implementation.
 
-    A cell has :attr:`Row.figure` and, for a peer that was timed, how many times as fast ours is.
+    A cell has :attr:`Row.figure` and, for a peer in :meth:`Run.times`, how many times as fast ours
+    is.
     The rows at the end are geometric means of those ratios and the worst ones, over all cases and
     over each of ``groups`` ({name: cases}); the column "best peer" compares with the fastest of
     each case.

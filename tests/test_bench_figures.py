@@ -10,7 +10,19 @@ import re
 import numpy as np
 import pytest
 
-from bench import cases, decode, figures, ladder, memory, packed, profile, results, serving, train
+from bench import (
+    cases,
+    decode,
+    figures,
+    ladder,
+    memory,
+    packed,
+    profile,
+    results,
+    serving,
+    shakespeare,
+    train,
+)
 from bench.results import OURS, Meta, Row, Run
 
 pytest.importorskip("matplotlib")
@@ -72,6 +84,19 @@ def packed_rows():
             yield Row(packed.CASE.name, impl, mode, time_us, amount=amount, unit="tokens/s")
 
 
+def shakespeare_rows():
+    """Both fall fast and overfit, the second one earlier."""
+    for case, lowest, pace in zip(shakespeare.RUNS, (1.47, 1.44), (6.5e-3, 6e-3), strict=True):
+        for step in range(0, 5001, 250):
+            loss = 4.2 if step == 0 else lowest + 0.7 * np.exp(-step / 500) + (step / 9000) ** 2
+            at, time_us = f"{case}, step {step}", 1e6 * (18.0 + pace * step)
+            for mode, amount in (("validation", loss), ("training", loss - step / 9000)):
+                if step or mode == "validation":
+                    yield Row(at, OURS, mode, time_us, amount=float(amount), unit="nats")
+        yield Row(case, OURS, "step", 1e6 * pace, amount=16384 / pace, unit="tokens/s")
+        yield Row(case, OURS, "command", 1e6 * (25.0 + pace * 5000))
+
+
 def decode_rows():
     impls = ("jax_flash.cuda page16", "jax_flash.cuda page64", "cudnn", "flashinfer page16")
     for case in decode.CASES:
@@ -113,6 +138,7 @@ def all_rows():
         "train": train_rows(),
         "decode": decode_rows(),
         "serving": serving_rows(),
+        "shakespeare": shakespeare_rows(),
         "profile": profile_rows(),
     }
 

@@ -139,6 +139,26 @@ def test_a_row_may_have_an_amount_instead_of_a_time(tmp_path):
     assert cells(step[2]) == ["train", "1.235e+05 tokens/s", "8.23e+04 tokens/s (1.50×)", "1.50×"]
 
 
+def test_a_wrong_result_has_no_speed_and_is_compared_with_nothing():
+    wrong = {"note": results.INACCURATE}
+    rows = (
+        *ROWS,
+        Row("c", OURS, "fwd", 10.0, 700.0, error=2e-3),
+        Row("c", "fa3", "fwd", 5.0, 1400.0, error=0.3, **wrong),
+        Row("c", "cudnn", "fwd", 30.0, 233.0, error=2e-3),
+        Row("d", OURS, "fwd", 1.0, 7000.0, error=0.3, **wrong),
+        Row("d", "fa3", "fwd", 5.0, 1400.0, error=2e-3),
+    )
+    lines = [cells(line) for line in results.table(Run(META, rows), "fwd").splitlines()]
+    assert lines[4:] == [
+        ["c", "700", "(!)", "233 (3.00×)", "3.00×"],
+        ["d", "(!)", "1400", "–", "–"],
+        ["geometric mean, all cases", "", "1.000×", "3.464×", "1.442×"],
+        ["worst, all cases", "", "0.500×", "3.000×", "0.500×"],
+    ]
+    assert Run(META, rows).times("fwd")["c"].keys() == {OURS, "cudnn"}
+
+
 def test_a_table_without_ours_has_no_ratios():
     rows = tuple(row for row in ROWS if row.impl != OURS)
     table = results.table(Run(META, rows), "fwd").splitlines()
