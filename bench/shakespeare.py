@@ -131,7 +131,8 @@ def rows_of(case: str, log: Path, began: float) -> Iterator[Row]:
         training, speed = row.get("train_loss", training), row.get("tokens_per_second", speed)
         if "val_loss" not in row:
             continue
-        at, time_us = f"{case}{_STEP}{row['step']}", round((row["elapsed_s"] + late_s) * 1e6, 1)
+        at = f"{case}{_STEP}{row['step']}"
+        time_us = round((row["elapsed_s"] + late_s) * 1e6, -4)  # the log counts hundredths
         for mode, loss in ((VALIDATION, row["val_loss"]), (TRAINING, training)):
             if loss is not None:
                 yield Row(at, OURS, mode, time_us, amount=round(loss, 5), unit=_UNIT)
