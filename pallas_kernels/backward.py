@@ -178,7 +178,8 @@ def attention_backward(
     marks = None
     if cleans_queries(problem, config):
         has_no_gradient = jnp.isposinf(lse[:, :, : problem.q_len]).any(axis=1)
-        marks = schedules.find_marks(ranges, has_no_gradient, config.block_q)
+        in_ranges = config.block_q if mask.array is None else None
+        marks = schedules.find_marks(ranges, has_no_gradient, in_ranges)
     operands = {"q": q, "k": k, "v": v, "do": do}
     if problem.parts > 1:
         operands = {name: split(x) for name, x in operands.items()}

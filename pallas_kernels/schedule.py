@@ -514,17 +514,23 @@ def find_query_bounds(mask: Mask, q_len: int, kv_len: int, num_keys: int) -> tup
     return first, _past_last_up_to(jnp.where(sees, start, num_keys), key)
 
 
-def find_marks(ranges: QueryRanges, rows: Array, block_q: int) -> Array:
+def find_marks(ranges: QueryRanges, rows: Array, block_q: int | None) -> Array:
     """Which key tiles visit a query tile with some of the given rows.
 
     Args:
         ranges: of query tiles, which end after they begin or visit none.
         rows: bool ``[B, Tq]``.
-        block_q: queries in a tile.
+        block_q: queries in a tile; None where there are lists of them (:func:`find_query_visits`):
+            then all key tiles of a batch element are marked or none.
 
     Returns:
         int32 of the ranges' shape, 1 or 0.
     """
+    if block_q is None:
+        has_some = rows.any(axis=1) if ranges.lo.shape[0] > 1 else rows.any(keepdims=True)[:, 0]
+        heads = ranges.lo.shape[0] // has_some.shape[0]
+        has_some = jnp.repeat(has_some, heads)[:, None]
+        return jnp.broadcast_to(has_some, ranges.lo.shape).astype(jnp.int32)
     if ranges.lo.shape[0] == 1:
         rows = rows.any(axis=0, keepdims=True)
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % block_q)))
