@@ -63,12 +63,18 @@ def how(spec: AttentionSpec) -> str | None:
 
 def declines_gradient(spec: AttentionSpec) -> str | None:
     """Why the backward kernel does not compute a gradient of a call that the forward computes."""
-    widest = backward_config.SPLIT_HEAD_DIM
-    if spec.dtype == "float32" and max(spec.head_dim, spec.value_dim) > widest:
-        return (
-            f"gradients in float32 only for head dims up to {widest}; "
-            f"got {spec.head_dim} and {spec.value_dim}"
-        )
+    if spec.dtype == "float32" and max(spec.head_dim, spec.value_dim) > 64:
+        # Shared memory is full of the parts of tiles.
+        names = ("bias", "alibi_slopes")
+        wanted = [
+            x for x in names if getattr(spec.arrays, x) is not None and x not in spec.constants
+        ]
+        no_room = ["dropout"] * (spec.dropout_rate > 0.0) + [f"the gradient of {x}" for x in wanted]
+        if no_room:
+            return (
+                f"gradients in float32 of head dims above 64 leave no room for {no_room[0]}; "
+                f"got {spec.head_dim} and {spec.value_dim}"
+            )
     bias = spec.arrays.bias
     if bias is not None and "bias" not in spec.constants and spec.deterministic:
         if backward_terms.is_column(bias, spec.kv_len):

@@ -130,8 +130,9 @@ def scratch_tree(
             "bias_empty": barriers(config.bias_stages),
         }
     if config.own_gradients:
+        if not config.hands_over_in_ds:
+            tree["p_s"] = tiles.buffer((block_kv, block_q), dtype, widest)
         tree |= {
-            "p_s": tiles.buffer((block_kv, block_q), dtype, widest),
             "p_full": barriers(arrivals=1),
             "p_empty": barriers(arrivals=1),
             "ds_full": barriers(stages, arrivals=1),

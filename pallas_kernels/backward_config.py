@@ -8,7 +8,6 @@ from pallas_kernels import tiles
 from pallas_kernels.config import Problem
 
 GROUPS = 2  # consumer warpgroups
-SPLIT_HEAD_DIM = 64  # the widest of fp32: shared memory has no room for the parts of wider tiles
 _ROWS = tiles.WARPGROUP_ROWS
 _REGISTERS = 504  # of a thread in each of the three warpgroups together
 _CACHE_BYTES = 2**25  # of the L2 cache that queries and their gradients may fill
@@ -31,6 +30,8 @@ class BackwardConfig:
             global memory when it is needed.
         dq_columns: columns of dQ that a warpgroup stages at a time; 0 is all it has.
         keys_in_registers: own gradients: K and V are register operands.
+        hands_over_in_ds: own gradients: P' comes from one consumer to the other where dS' will be,
+            not in a buffer of its own; with one buffer of dS'.
         take_turns: own keys: consumers take turns in issuing S' and dP'.
         split_edges: peel masked query tiles into loops of their own, instead of a branch.
         consumer_registers: registers a thread of a consumer.
@@ -48,6 +49,7 @@ class BackwardConfig:
     bias_stages: int = 0
     dq_columns: int = 0
     keys_in_registers: bool = False
+    hands_over_in_ds: bool = False
     take_turns: bool = True
     split_edges: bool = True
     consumer_registers: int = 240
@@ -64,6 +66,10 @@ class BackwardConfig:
             raise ValueError(
                 f"ds_buffers={self.ds_buffers}: with own keys dQ is made after the next dS' is "
                 "stored, so that two are needed"
+            )
+        if self.hands_over_in_ds and (self.ds_buffers > 1 or not self.own_gradients):
+            raise ValueError(
+                f"hands_over_in_ds: with own gradients and one buffer of dS', not {self.ds_buffers}"
             )
         # setmaxnreg waits for registers that others give back: too large a wish waits for ever.
         if self.consumer_registers * GROUPS + self.producer_registers > _REGISTERS:
@@ -95,6 +101,17 @@ def default_config(problem: Problem) -> BackwardConfig:
     # A branch spills less, unless only the first tiles are masked.
     split_edges = problem.mask.has_static_ranges and problem.mask.window is None
     ids = problem.mask.q_segments is not None  # compared in the branch
+    if problem.parts > 1 and widest > 64:
+        return BackwardConfig(
+            own_gradients=True,
+            q_stages=1,
+            do_stages=1,
+            ds_buffers=1,
+            dq_columns=16,
+            hands_over_in_ds=True,
+            split_edges=split_edges,
+            spill_bytes=192 + _more_spill_bytes(problem),
+        )
     if problem.parts > 1:
         return BackwardConfig(
             own_gradients=True,

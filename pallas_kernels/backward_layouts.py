@@ -343,11 +343,21 @@ class OwnGradients(Kernel):
         self.wait("do_full", do_slot)
 
         def add_values(target: Ref) -> None:
-            ops.matmul_registers(target, ops.operand(p, p.dtype), refs["do_s"].at[do_slot])
+            kept = ops.operand(p, p.dtype)
+            ops.matmul_registers(target, kept, refs["do_s"].at[do_slot])
+            make_dq = functools.partial(self.make_dq_if_any, before, zero)
+            release = functools.partial(self.arrive, "do_empty", do_slot)
+            if self.config.hands_over_in_ds:
+                make_dq(release)  # of the dS' in the place of which P' will be
+                self.wait("p_empty")
+                handed = kept if slopes is p else ops.operand(slopes, p.dtype)
+                ops.store_operand(refs["ds_s"].at[zero, 0], handed)
+                self.arrive("p_full")
+                return
             self.wait("p_empty")
             refs["p_s"][...] = slopes
             self.arrive("p_full")
-            self.make_dq_if_any(before, zero, lambda: self.arrive("do_empty", do_slot))
+            make_dq(release)
 
         self.with_partial_sum(add_values, dv_acc)
         return sums
@@ -369,8 +379,11 @@ class OwnGradients(Kernel):
             ops.fence_reads()
             self.arrive("do_empty", do_slot)
             self.wait("p_full")
-            p = ops.load_shared_tile(refs["p_s"]).astype(jnp.float32)
-            self.arrive("p_empty")
+            if self.config.hands_over_in_ds:
+                p = ops.load_wide(refs["ds_s"].at[ds_slot, 0])
+            else:
+                p = ops.load_shared_tile(refs["p_s"]).astype(jnp.float32)
+                self.arrive("p_empty")
             ds = self.score_gradients(step, p, dp, delta)
             total = self.add_to_sums(sums, ds, step, step.row, step.key)
             self.add_to_bias(ds, step, step.row, step.key)
@@ -386,6 +399,8 @@ class OwnGradients(Kernel):
         def add_queries(target: Ref) -> None:
             ops.matmul_registers(target, ds, refs["q_s"].at[q_slot])
             dq = self.query_gradients(ds_slot, zero)
+            if self.config.hands_over_in_ds:
+                self.arrive("p_empty")
             self.arrive("q_empty", q_slot)
             self.add_to_dq(dq, step)
 

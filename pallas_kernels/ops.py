@@ -139,6 +139,13 @@ class Ops:
         else:
             ref[...] = x
 
+    def load_wide(self, ref: Ref) -> Array:
+        """An operand in shared memory in fp32, as the exact sum of its parts."""
+        if self.parts == 1:
+            return self.load_shared_tile(ref).astype(jnp.float32)
+        tiles = [self.load_shared_tile(ref.at[part]) for part in range(self.parts)]
+        return functools.reduce(jnp.add, (tile.astype(jnp.float32) for tile in reversed(tiles)))
+
     def copy_operand(self, source: Ref, at: tuple[Any, ...], target: Ref, barrier: Ref) -> None:
         """Begins to copy an operand ``source[at]`` from global memory; arrives once for each part.
 
