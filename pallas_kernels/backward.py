@@ -41,10 +41,11 @@ them: that of a full bias is dS' added up in fp32, in its own shape; those of a 
 of ALiBi slopes are sums over queries, kept in registers; those of sinks and of a bias of one column
 are known without the kernel, the latter unless there is a soft cap.
 
-fp32 (:mod:`pallas_kernels.split`), up to D = 64, where shared memory has room for three parts of
-each operand: own gradients, P' in fp32. K or V stays in registers as an operand of S' or dP', which
-halves what that product reads of shared memory. dV and dK of a step get accumulators of their own,
-as dQ has anyway.
+fp32 (:mod:`pallas_kernels.split`), up to D = 128: own gradients, three parts of each operand. Up to
+D = 64 P' is handed over in fp32, and K or V stays in registers as an operand of S' or dP', which
+halves what that product reads of shared memory. Above it shared memory has room for one Q and one
+dO, and P' is handed over, in parts, in the place of dS'. dV and dK of a step get accumulators of
+their own, as dQ has anyway.
 
 Constraints: those of the forward kernel, with head dims of
 :func:`pallas_kernels.backward_config.padded_dims`.
