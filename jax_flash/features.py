@@ -133,6 +133,10 @@ def _calls() -> dict[str, _Call]:
         "fp16": _Call(dtype="float16"),
         "fp32, D = 64": _Call(dtype="float32", dims=(64, 64)),
         "fp32, D = 128": _Call(dtype="float32"),
+        "fp32, D = 128, dropout": _Call(dtype="float32", terms=dropout),
+        "fp32, D = 128, ALiBi, with the slopes' gradient": _Call(
+            dtype="float32", terms={"alibi_slopes": slopes}
+        ),
         "`deterministic=True`": _with(deterministic=True),
         "the same, with the gradient of a bias `[1, Hq, Tq, Tk]`": _bias(
             shared, deterministic=True
