@@ -58,6 +58,10 @@ class Mask:
         q_segments: ``[B|1, Tq]``; a key is visible only if its segment id is equal.
         kv_segments: ``[B|1, Tk]``.
         array: bool ``[B|1, Hq|1, Tq|1, Tk|1]``; True is visible.
+        q_starts: ``[B|1, Tk]``, where something above differs from query to query: what it says,
+            by key. Queries before it do not see the key;
+        q_ends: ``[B|1, Tk]``: nor do those at or past it;
+        kv_offsets: ``[B|1, Tk]``: ``q_offsets`` of all others.
     """
 
     is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -70,6 +74,9 @@ class Mask:
     q_segments: Array | None = None
     kv_segments: Array | None = None
     array: Array | None = None
+    q_starts: Array | None = None
+    q_ends: Array | None = None
+    kv_offsets: Array | None = None
 
     @property
     def has_static_ranges(self) -> bool:
@@ -144,6 +151,38 @@ class Mask:
             end = xp.where(row < self.q_lengths[:, None], end, 0)
         return xp.minimum(start, kv_len), xp.maximum(end, 0)
 
+    def column_ranges(
+        self, q_len: int, kv_len: int
+    ) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+        """Intervals ``start <= i < end`` of the queries that see a key, int32 ``[B|1, Tk]``.
+
+        :meth:`row_ranges` by key: inside [0, Tq], ``end <= start`` where none sees it, NumPy when
+        nothing is traced.
+        """
+        xp: Any = np if self.has_static_ranges else jnp
+        key = xp.arange(kv_len, dtype=np.int32)[None]
+        offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
+        own = key - np.int32(self.q_offset) - (np.int32(0) if offsets is None else offsets)
+        start, end = xp.zeros_like(own), xp.full_like(own, q_len)
+        if self.is_causal:
+            start = xp.maximum(start, own)
+        if self.window is not None:
+            left, right = (np.int32(min(side, 2 * MAX_OFFSET)) for side in self.window)
+            start = xp.maximum(start, own - right)
+            end = xp.minimum(end, own + (left + np.int32(1)))
+        if self.q_lengths is not None:
+            end = xp.minimum(end, self.q_lengths[:, None])
+        if self.q_starts is not None and self.q_ends is not None:
+            start, end = xp.maximum(start, self.q_starts), xp.minimum(end, self.q_ends)
+        else:
+            for of_rows in (self.q_offsets, self.kv_starts, self.kv_ends):
+                assert of_rows is None or of_rows.shape[1] == 1, "known by query, not by key"
+            if self.kv_starts is not None:
+                end = xp.where(key < self.kv_starts, 0, end)
+            if self.kv_ends is not None:
+                end = xp.where(key < self.kv_ends, end, 0)
+        return xp.minimum(start, np.int32(q_len)), xp.maximum(end, np.int32(0))
+
     def tile_ranges(self, q_len: int, kv_len: int, block_q: int, block_kv: int) -> TileRanges:
         """Reduces the mask to tiles of ``block_q`` rows and ``block_kv`` keys.
 
@@ -151,28 +190,25 @@ class Mask:
         Tiles are told apart by their smallest and largest segment id: sorted ids, and any other
         that are alike within a tile, leave few tiles to visit. NumPy arrays when nothing is traced.
         """
-        start, end = self.row_ranges(q_len, kv_len)
-        xp = np if isinstance(start, np.ndarray) else jnp
-        empty = end <= start
-        pad = ((0, 0), (0, -q_len % block_q))
-
-        def reduce(rows: Any, neutral: int, reduction: Any) -> Any:
-            tiles = xp.pad(rows, pad, constant_values=neutral)
-            return reduction(tiles.reshape(rows.shape[0], -1, block_q), axis=-1)
-
-        lo = reduce(xp.where(empty, kv_len, start), kv_len, xp.min) // block_kv
-        hi = -(-reduce(xp.where(empty, 0, end), 0, xp.max) // block_kv)
-        # A row that sees nothing makes no tile full: its interval is empty.
-        full_lo = -(-reduce(xp.where(empty, kv_len, start), 0, xp.max) // block_kv)
-        full_hi = reduce(xp.where(empty, 0, end), kv_len, xp.min) // block_kv
-        # The last key tile is full when every row sees up to kv_len, although it is cut short.
-        reaches_end = reduce(xp.where(empty, 0, end), kv_len, xp.min) == kv_len
-        full_hi = xp.where(reaches_end, -(-kv_len // block_kv), full_hi)
-        ranges = TileRanges(*(x.astype(xp.int32) for x in (lo, full_lo, full_hi, hi)))
+        ranges = _tiles_of(self.row_ranges(q_len, kv_len), kv_len, block_q, block_kv)
         if self.q_segments is None or self.kv_segments is None:
             return ranges
         return _within_segments(
             ranges, _extremes(self.q_segments, block_q), _extremes(self.kv_segments, block_kv)
+        )
+
+    def column_tile_ranges(
+        self, q_len: int, kv_len: int, block_q: int, block_kv: int
+    ) -> TileRanges:
+        """:meth:`tile_ranges` by key: query tiles to visit for each key tile, ``[B|1, tiles]``.
+
+        Keys past ``kv_len`` and queries past ``q_len`` in the last tiles are ignored.
+        """
+        ranges = _tiles_of(self.column_ranges(q_len, kv_len), q_len, block_kv, block_q)
+        if self.q_segments is None or self.kv_segments is None:
+            return ranges
+        return _within_segments(
+            ranges, _extremes(self.kv_segments, block_kv), _extremes(self.q_segments, block_q)
         )
 
     def to_array(self, q_len: int, kv_len: int) -> Array | None:
@@ -192,6 +228,39 @@ class Mask:
     def abstract(self) -> Mask:
         """This mask with ShapeDtypeStructs for arrays: hashable, for specs and cache keys."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
+
+
+def _tiles_of(
+    intervals: tuple[Array | np.ndarray, Array | np.ndarray],
+    limit: int,
+    block: int,
+    other_block: int,
+) -> TileRanges:
+    """Intervals of rows, reduced to tiles.
+
+    Args:
+        intervals: first and past-the-last place of each row, int32 ``[B|1, rows]``.
+        limit: number of places.
+        block: rows of a tile.
+        other_block: places of a tile.
+    """
+    start, end = intervals
+    xp: Any = np if isinstance(start, np.ndarray) else jnp
+    empty = end <= start
+    pad = ((0, 0), (0, -start.shape[1] % block))
+
+    def reduce(rows: Any, neutral: int, reduction: Any) -> Any:
+        tiles = xp.pad(rows, pad, constant_values=neutral)
+        return reduction(tiles.reshape(rows.shape[0], -1, block), axis=-1)
+
+    lo = reduce(xp.where(empty, limit, start), limit, xp.min) // other_block
+    hi = -(-reduce(xp.where(empty, 0, end), 0, xp.max) // other_block)
+    # A row that sees nothing makes no tile full: its interval is empty.
+    full_lo = -(-reduce(xp.where(empty, limit, start), 0, xp.max) // other_block)
+    last_seen = reduce(xp.where(empty, 0, end), limit, xp.min)
+    # The last tile of places is full when every row sees all of them, although it is cut short.
+    full_hi = xp.where(last_seen == limit, -(-limit // other_block), last_seen // other_block)
+    return TileRanges(*(x.astype(xp.int32) for x in (lo, full_lo, full_hi, hi)))
 
 
 def _extremes(segments: Array, block: int) -> tuple[Array, Array]:
@@ -290,29 +359,43 @@ def packed_mask(
     Returns:
         A :class:`Mask` whose intervals keep the sequences apart.
     """
-    token = jnp.arange(q_len, dtype=jnp.int32)
-    # side="right" skips empty sequences: the last s with cu_seqlens_q[s] <= t.
-    num_sequences = cu_seqlens_q.shape[0] - 1
+    q_end, kv_start, kv_end = _sequences(cu_seqlens_q, cu_seqlens_k, q_len)
+    by_key = q_end, kv_start, kv_end
+    if cu_seqlens_q is not cu_seqlens_k or q_len != kv_len:
+        by_key = _sequences(cu_seqlens_k, cu_seqlens_q, kv_len)
+    kv_end = jnp.minimum(kv_end, kv_len)
+    # The last query of a sequence stands at its last key.
+    return Mask(
+        is_causal=is_causal,
+        window=window,
+        q_offsets=kv_end - q_end,
+        kv_starts=kv_start,
+        kv_ends=kv_end,
+        q_starts=by_key[1],
+        q_ends=by_key[2],
+        kv_offsets=jnp.minimum(by_key[0], kv_len) - by_key[2],
+    )
+
+
+def _sequences(cu_seqlens: Array, others: Array, length: int) -> tuple[Array, Array, Array]:
+    """By token, int32 ``[1, length]``: the end of its sequence; its start and end among others.
+
+    A token of no sequence has an empty one there.
+    """
+    token = jnp.arange(length, dtype=jnp.int32)
+    # side="right" skips empty sequences: the last s with cu_seqlens[s] <= t.
+    num_sequences = cu_seqlens.shape[0] - 1
     # One fused kernel while comparing with all boundaries is cheap, else a binary search.
-    few = isinstance(q_len, int) and q_len * num_sequences <= 2**24
+    few = isinstance(length, int) and length * num_sequences <= 2**24
     sequence = jnp.searchsorted(
-        cu_seqlens_q, token, side="right", method="compare_all" if few else "scan"
+        cu_seqlens, token, side="right", method="compare_all" if few else "scan"
     )
     sequence = sequence.astype(jnp.int32) - 1
     owned = (sequence >= 0) & (sequence < num_sequences)
     sequence = jnp.clip(sequence, 0, max(num_sequences - 1, 0))
     following = jnp.minimum(sequence + 1, num_sequences)
-    q_end = cu_seqlens_q[following]
-    kv_start = cu_seqlens_k[sequence]
-    kv_end = jnp.minimum(cu_seqlens_k[following], kv_len)
-    return Mask(
-        is_causal=is_causal,
-        window=window,
-        # The last query of a sequence stands at its last key.
-        q_offsets=(kv_end - q_end)[None],
-        kv_starts=jnp.where(owned, kv_start, 0)[None],
-        kv_ends=jnp.where(owned, kv_end, 0)[None],
-    )
+    start, end = (jnp.where(owned, others[place], 0) for place in (sequence, following))
+    return cu_seqlens[following][None], start[None], end[None]
 
 
 # Dropout. Whether a probability is kept is a pure function of (seeds of the batch element, query

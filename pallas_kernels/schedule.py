@@ -35,7 +35,6 @@ Array = jax.Array
 
 MAX_KV_TILES = 2**16 - 1
 _MAX_HOST_TILES = 2**15  # beyond it a Python loop over tiles costs more than it saves
-_FEW_COMPARISONS = 2**20  # of one kernel, which then takes no longer than any other
 _GOLDEN = (5**0.5 - 1) / 2
 _MATCHES = 2  # halvings of the number of rounds that are dealt out, where there are enough
 _HALF = 2**16 - 1  # all bits of half a word
@@ -427,39 +426,25 @@ class QueryEdges(NamedTuple):
 def find_query_ranges(
     mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int
 ) -> tuple[QueryRanges, QueryEdges]:
-    """Transposes :meth:`Mask.row_ranges`: which query tiles see a key tile.
+    """Query tiles of key tiles, from :meth:`Mask.column_tile_ranges`.
 
-    Exact where intervals move forward with their rows, as those of causal masks, windows, lengths
-    and packed sequences do; otherwise too many tiles may be visited and too few called full.
+    Every query of a full tile sees all keys, so none is empty: a NaN in a value meets no
+    probabilities of rows that see nothing.
     """
-    num_kv_tiles = -(-kv_len // block_kv)
-    some, every, has_empty = _rows_by_tile(mask, q_len, kv_len, block_q, block_kv)
-    xp: Any = np if isinstance(some[0], np.ndarray) else jnp
-    kv_tile = np.arange(num_kv_tiles, dtype=np.int32)[None]
-    lo = _first_above(some[1], kv_tile)
-    hi = xp.maximum(_past_last_up_to(some[0], kv_tile), lo)
-    if mask.q_segments is None:
-        first_full = _past_last_up_to(every[1], kv_tile)
-        past_full = _first_above(every[0], kv_tile)
-        # A NaN in a value must not meet the probabilities of rows that see nothing.
-        q_tile = np.arange(has_empty.shape[1], dtype=np.int32)
-        first_full = _first_above(xp.where(has_empty, -1, q_tile), first_full - 1)
-        next_empty = _first_above(xp.where(has_empty, q_tile, -1), first_full - 1)
-        past_full = xp.minimum(past_full, next_empty)
-    else:
-        first_full, past_full = _first_run(*every, num_kv_tiles)
-    first_full = xp.clip(first_full, lo, hi)
-    past_full = xp.clip(past_full, first_full, hi)
+    lo, full_lo, full_hi, hi = mask.column_tile_ranges(q_len, kv_len, block_q, block_kv)
+    xp: Any = np if isinstance(lo, np.ndarray) else jnp
+    hi = xp.maximum(hi, lo)
+    full_lo = xp.clip(full_lo, lo, hi)
+    full_hi = xp.clip(full_hi, full_lo, hi)
     # Keys past the end are read as zeros, which are no scores.
-    cut_short = np.arange(num_kv_tiles) >= kv_len // block_kv
-    past_full = xp.where(cut_short, first_full, past_full)
+    is_whole = np.arange(lo.shape[1]) < kv_len // block_kv
     # Where nothing is full, all count as leading.
-    some_full = first_full < past_full
-    first_full, past_full = (xp.where(some_full, x, hi) for x in (first_full, past_full))
-    ranges = QueryRanges(*(x.astype(xp.int32) for x in (lo, first_full, past_full, hi)))
+    some_full = (full_lo < full_hi) & is_whole
+    full_lo, full_hi = (xp.where(some_full, x, hi) for x in (full_lo, full_hi))
+    ranges = QueryRanges(*(x.astype(xp.int32) for x in (lo, full_lo, full_hi, hi)))
     if xp is jnp or lo.size == 0:
         return ranges, QueryEdges()
-    return ranges, QueryEdges(bool((first_full > lo).any()), bool((past_full < hi).any()))
+    return ranges, QueryEdges(bool((full_lo > lo).any()), bool((full_hi < hi).any()))
 
 
 def find_query_visits(
@@ -498,20 +483,10 @@ def find_query_visits(
 
 
 def find_query_bounds(mask: Mask, q_len: int, kv_len: int, num_keys: int) -> tuple[Array, Array]:
-    """Transposes :meth:`Mask.row_ranges`: queries ``start <= i < end`` that see a key.
-
-    For intervals that move forward with their rows, as those of every call do that is not a boolean
-    array or segments. Of the queries between ``start`` and ``end`` all that see anything see the
-    key.
-
-    Returns:
-        start and end, int32 ``[B|1, num_keys]``; ``end <= start`` where none sees the key.
-    """
-    start, end = map(jnp.asarray, mask.row_ranges(q_len, kv_len))
-    sees = start < end
-    key = np.arange(num_keys, dtype=np.int32)[None]
-    first = _first_above(jnp.where(sees, end, 0), key)
-    return first, _past_last_up_to(jnp.where(sees, start, num_keys), key)
+    """:meth:`Mask.column_ranges`, int32 ``[B|1, num_keys]``; empty where there is no key."""
+    surplus = ((0, 0), (0, num_keys - kv_len))
+    start, end = (jnp.asarray(x) for x in mask.column_ranges(q_len, kv_len))
+    return jnp.pad(start, surplus), jnp.pad(end, surplus)
 
 
 def find_marks(ranges: QueryRanges, rows: Array, block_q: int | None) -> Array:
@@ -536,92 +511,9 @@ def find_marks(ranges: QueryRanges, rows: Array, block_q: int | None) -> Array:
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % block_q)))
     has_some = rows.reshape(rows.shape[0], -1, block_q).any(axis=2)
     q_tile = np.arange(has_some.shape[1], dtype=np.int32)
-    following = _first_above(jnp.where(has_some, q_tile, -1), ranges.lo - 1)
-    return (following < ranges.hi).astype(jnp.int32)
-
-
-class _SeenByTile(NamedTuple):
-    """By query tile ``[B|1, num_q_tiles]``: key tiles that some row sees, and that all rows see.
-
-    Attributes:
-        some: first and past-the-end key tile.
-        every: likewise; of the rows that see anything.
-        has_empty: whether a row of the tile sees nothing, if that is not in ``every``; else None.
-    """
-
-    some: tuple[Any, Any]
-    every: tuple[Any, Any]
-    has_empty: Any
-
-
-def _rows_by_tile(mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int) -> _SeenByTile:
-    if mask.q_segments is not None:
-        ranges = mask.tile_ranges(q_len, kv_len, block_q, block_kv)
-        return _SeenByTile((ranges.lo, ranges.hi), (ranges.full_lo, ranges.full_hi), None)
-    start, end = mask.row_ranges(q_len, kv_len)
-    xp: Any = np if isinstance(start, np.ndarray) else jnp
-    sees = start < end
-    past = -(-kv_len // block_kv) * block_kv
-
-    def by_tile(rows: Any, reduction: Any, neutral: Any) -> Any:
-        """Reduces the rows of each tile; those past the end do not count."""
-        rows = xp.pad(rows, ((0, 0), (0, -q_len % block_q)), constant_values=neutral)
-        return reduction(rows.reshape(rows.shape[0], -1, block_q), axis=2)
-
-    def seeing(rows: Any, reduction: Any, neutral: int) -> Any:
-        return by_tile(xp.where(sees, rows, neutral), reduction, neutral)
-
-    return _SeenByTile(
-        (seeing(start, xp.min, past) // block_kv, -(-seeing(end, xp.max, 0) // block_kv)),
-        (-(-seeing(start, xp.max, 0) // block_kv), seeing(end, xp.min, past) // block_kv),
-        by_tile(~sees, xp.any, False),
-    )
-
-
-def _first_run(full_lo: Array, full_hi: Array, num_kv_tiles: int) -> tuple[Array, Array]:
-    """The first run of query tiles for which a key tile is in ``[full_lo, full_hi)``."""
-    num_q_tiles = full_lo.shape[1]
-    q_tile = jnp.arange(num_q_tiles, dtype=jnp.int32)[:, None]
-    kv_tile = jnp.arange(num_kv_tiles, dtype=jnp.int32)
-    full = (full_lo[:, :, None] <= kv_tile) & (kv_tile < full_hi[:, :, None])
-    first = jnp.where(full, q_tile, num_q_tiles).min(axis=1)
-    return first, jnp.where(~full & (q_tile > first[:, None]), q_tile, num_q_tiles).min(axis=1)
-
-
-def _first_above(x: Any, limits: Any) -> Any:
-    """``[R, num]``: the first place in each row of ``x [R, n]`` with more than a limit, else n.
-
-    By comparisons, with all entries of a short row and with twice the root of n of a long one: a
-    binary search is as many small kernels as it has steps.
-
-    Args:
-        x: int32 ``[R, n]``, NumPy or JAX.
-        limits: int32 ``[R|1, num]``, likewise.
-    """
-    xp: Any = np if isinstance(x, np.ndarray) and isinstance(limits, np.ndarray) else jnp
-    num_rows, n = x.shape
-
-    def first(entries: Any) -> Any:
-        """Of ``[R, 1|num, m]``, or m."""
-        m = entries.shape[2]
-        above = entries > xp.asarray(limits)[:, :, None]
-        return xp.where(above, np.arange(m, dtype=np.int32), np.int32(m)).min(axis=2)
-
-    if n * limits.shape[1] <= _FEW_COMPARISONS:
-        return first(x[:, None])
-    size = 2 ** (n.bit_length() // 2)
-    lowest = np.iinfo(np.int32).min
-    x = xp.pad(x, ((0, 0), (0, -n % size)), constant_values=lowest).reshape(num_rows, -1, size)
-    block = first(x.max(axis=2)[:, None])
-    found = block < x.shape[1]
-    block = xp.minimum(block, x.shape[1] - 1)
-    place = block * size + first(xp.take_along_axis(x, block[:, :, None], axis=1))
-    return xp.where(found, place, np.int32(n))
-
-
-def _past_last_up_to(x: Any, limits: Any) -> Any:
-    """``[R, num]``: one past the last place in each row of ``x [R, n]`` with at most a limit."""
-    return x.shape[1] - _first_above(-x[:, ::-1], -1 - limits)
+    lo, hi = ranges.lo[:, :, None], ranges.hi[:, :, None]
+    is_marked = has_some[:, None] & (lo <= q_tile) & (q_tile < hi)
+    return is_marked.any(axis=2).astype(jnp.int32)
 
 
 def make_for_keys(
