@@ -82,7 +82,7 @@ from pallas_kernels.backward_terms import Wanted
 from pallas_kernels.backward_tiles import QUERY_BOUNDS
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
-from pallas_kernels.split import split
+from pallas_kernels.split import split, split_in_one
 from pallas_kernels.terms import Arrays
 
 _SLAB_BYTES = 2**30  # of all copies of dq that a deterministic launch may add up
@@ -183,7 +183,10 @@ def attention_backward(
         marks = schedules.find_marks(ranges, has_no_gradient, in_ranges)
     operands = {"q": q, "k": k, "v": v, "do": do}
     if problem.parts > 1:
-        operands = {name: split(x) for name, x in operands.items()}
+        operands = {name: split_in_one(x) for name, x in operands.items()}
+        if problem.bias is None:  # which leaves no registers for two more TMA descriptors
+            # XLA makes several arrays together with delta, for which dO is read, too.
+            operands["do"] = split(do)
     inputs |= operands | {"lse": lse, "delta": jnp.pad(delta, padding)}
     dq_shape = (batch, problem.q_len + surplus, problem.num_q_heads, problem.head_dim)
     slabs = 1

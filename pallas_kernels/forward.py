@@ -54,7 +54,7 @@ from pallas_kernels import schedule as schedules
 from pallas_kernels.config import ForwardConfig, Problem, default_config, head_group
 from pallas_kernels.forward_tiles import KeyTiles, QueryTile, ScoreTiles
 from pallas_kernels.ops import Ops, packed_bits
-from pallas_kernels.split import split
+from pallas_kernels.split import split_in_one
 from pallas_kernels.terms import Arrays
 from pallas_kernels.terms import inputs as term_inputs
 
@@ -655,9 +655,9 @@ def attention_forward(
     inputs |= term_inputs(problem, mask, arrays or Arrays(), padded_len, whole_tiles)
     inputs |= {"q": q, "k": k, "v": v}
     if problem.parts > 1:
-        inputs |= {"k_parts": split(k), "v_parts": split(v)}
+        inputs |= {"k_parts": split_in_one(k), "v_parts": split_in_one(v)}
         if not _splits_queries(problem, config):
-            inputs["q_parts"] = split(q)
+            inputs["q_parts"] = split_in_one(q)
     outputs = {
         "out": jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), problem.dtype),
         "lse": jax.ShapeDtypeStruct((problem.batch, problem.num_q_heads, padded_len), jnp.float32),

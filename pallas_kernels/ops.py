@@ -118,7 +118,7 @@ class Ops:
         if self.parts == 1:
             return x.astype(dtype)
         if self.interpret is not None:
-            return tuple(splitting.split(x))
+            return splitting.split(x)
         parts = []
         for _ in range(self.parts):
             parts.append(x.astype(splitting.DTYPE))
@@ -146,11 +146,13 @@ class Ops:
         tiles = [self.load_shared_tile(ref.at[part]) for part in range(self.parts)]
         return functools.reduce(jnp.add, (tile.astype(jnp.float32) for tile in reversed(tiles)))
 
-    def copy_operand(self, source: Ref, at: tuple[Any, ...], target: Ref, barrier: Ref) -> None:
+    def copy_operand(
+        self, source: Ref | tuple[Ref, ...], at: tuple[Any, ...], target: Ref, barrier: Ref
+    ) -> None:
         """Begins to copy an operand ``source[at]`` from global memory; arrives once for each part.
 
         Args:
-            source: an array, or its parts stacked.
+            source: an array, or its parts, stacked or not.
             at: index of the array.
             target: in shared memory.
             barrier: arrives there.
@@ -159,7 +161,8 @@ class Ops:
             plgpu.copy_gmem_to_smem(source.at[at], target, barrier)
             return
         for part in range(self.parts):
-            plgpu.copy_gmem_to_smem(source.at[(part, *at)], target.at[part], barrier)
+            of_part = source[part].at[at] if isinstance(source, tuple) else source.at[(part, *at)]
+            plgpu.copy_gmem_to_smem(of_part, target.at[part], barrier)
 
     def with_partial_sum(self, body: Callable[[Ref], Any], acc: Ref, backing: Ref) -> Any:
         """Runs ``body(target)``, whose products into ``target`` are added to ``acc`` in fp32.

@@ -22,12 +22,17 @@ PRODUCTS = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))  # parts of a and of
 DTYPE = jnp.dtype("bfloat16")  # of the parts
 
 
-def split(x: Array) -> Array:
-    """The parts of an fp32 array ``[...]``: bf16 ``[3, ...]``; those of inf are inf, 0 and 0."""
+def split(x: Array) -> tuple[Array, ...]:
+    """The parts of an fp32 array, bf16; those of inf are inf, 0 and 0."""
     parts = []
     for _ in range(PARTS):
         # XLA may take a conversion to bf16 and back for nothing, this it may not.
         part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(DTYPE))
         x = jnp.where(jnp.isfinite(part), x - part, 0.0)
-    return jnp.stack(parts)
+    return tuple(parts)
+
+
+def split_in_one(x: Array) -> Array:
+    """The parts of an fp32 array ``[...]`` in one: bf16 ``[3, ...]``."""
+    return jnp.stack(split(x))
