@@ -160,9 +160,14 @@ def attention_backward(
     arrays = arrays or Arrays()
     extra = backward_terms.sums(problem, wanted or Wanted(), rows, keys)
     if _smem_bytes(problem, config, extra) > tiles.MAX_SMEM_BYTES:
-        # What else is wanted takes the room of the bias's last tile, or of the second dS'.
-        stages = config.bias_stages
-        less = {"bias_stages": stages - 1} if stages else {"ds_buffers": 1}
+        # What else is wanted takes the room of a second K and V, of the bias's last tile, or of
+        # the second dS'.
+        if config.kv_stages > 1:
+            less = {"kv_stages": 1}
+        elif config.bias_stages:
+            less = {"bias_stages": config.bias_stages - 1}
+        else:
+            less = {"ds_buffers": 1}
         config = dataclasses.replace(config, **less)
     if (taken := _smem_bytes(problem, config, extra)) > tiles.MAX_SMEM_BYTES:
         raise ValueError(f"{config} takes {taken} bytes of shared memory of {tiles.MAX_SMEM_BYTES}")

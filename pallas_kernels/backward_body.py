@@ -53,13 +53,15 @@ class Tile(NamedTuple):
 class KeyTile(NamedTuple):
     """Where a key tile is: its batch element, dQ's place for that, its head and first key.
 
-    ``blank`` is whether some of its queries have no gradient, as in a :class:`Tile`.
+    ``kv_slot`` is where in the ring of K and V it is. ``blank`` is whether some of its queries have
+    no gradient, as in a :class:`Tile`.
     """
 
     batch: Any
     slab: Any
     head: Any
     key: Any
+    kv_slot: Any
     blank: Any
 
 
@@ -70,6 +72,7 @@ def scratch_tree(
     key_sums = sum(name in extra for name in KEY_SUMS)
     d, dv, dtype = problem.head_dim, problem.value_dim, problem.dtype
     block_q, block_kv, stages = config.block_q, config.block_kv, config.ds_buffers
+    kv_stages = config.kv_stages
     dq_shape = (ROWS, d if config.splits_rows else d // GROUPS)
     scores = (ROWS, config.part_columns)
     # A slice of an operand must consist of whole swizzled tiles, and both operands be alike.
@@ -86,18 +89,20 @@ def scratch_tree(
     of_keys = key_vectors(problem) if problem.parts == 1 else ()
     segments = int("kv_segments" in of_keys)
     tree = {
-        "k_s": buffer(1, block_kv, d),
-        "v_s": buffer(1, block_kv, dv),
+        "k_s": buffer(kv_stages, block_kv, d),
+        "v_s": buffer(kv_stages, block_kv, dv),
         "q_s": buffer(config.q_stages, block_q, d),
         "do_s": buffer(config.do_stages, block_q, dv),
         "lse_s": plgpu.SMEM((config.q_stages, block_q), jnp.float32),
         "delta_s": plgpu.SMEM((config.do_stages, block_q), jnp.float32),
         "ds_s": buffer(stages, block_q // ROWS, block_kv, ROWS),
         "dq_s": tiles.buffer((GROUPS, ROWS, config.dq_columns or dq_shape[1]), jnp.float32),
-        "of_keys_s": plgpu.SMEM((len(of_keys), block_kv), jnp.int32) if of_keys else None,
-        "k_full": barriers(arrivals=problem.parts + len(of_keys)),
-        "v_full": barriers(arrivals=problem.parts),
-        "kv_empty": barriers(),
+        "of_keys_s": plgpu.SMEM((kv_stages, len(of_keys), block_kv), jnp.int32)
+        if of_keys
+        else None,
+        "k_full": barriers(kv_stages, problem.parts + len(of_keys)),
+        "v_full": barriers(kv_stages, problem.parts),
+        "kv_empty": barriers(kv_stages),
         # Q, lse, row keys and segments
         "q_full": barriers(config.q_stages, problem.parts + 1 + dropout + segments),
         "q_empty": barriers(config.q_stages),
@@ -169,7 +174,8 @@ class Kernel(Tiles):
         @pl.when(self.warpgroup < GROUPS)
         def _() -> None:
             plgpu.set_max_registers(config.consumer_registers, action="increase")
-            self.arrive("kv_empty")
+            for slot in range(config.kv_stages):
+                self.arrive("kv_empty", slot)
             for slot in range(config.q_stages):
                 self.arrive("q_empty", slot)
             for slot in range(config.do_stages):
@@ -177,14 +183,15 @@ class Kernel(Tiles):
             for slot in range(self.bias_stages):
                 self.arrive("bias_empty", slot)
             self.begin()
-            self.end(self.for_each_tile(self.consume))
+            self.end(self.for_each_tile(self.consume)[0])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(self.warpgroup == GROUPS)
         def _() -> None:
             plgpu.set_max_registers(config.producer_registers, action="decrease")
-            turns = self.for_each_tile(self.produce)
-            self.wait("kv_empty")
+            turns, kv_turns = self.for_each_tile(self.produce)
+            for ahead in range(config.kv_stages):
+                self.wait("kv_empty", remainder(kv_turns + ahead, config.kv_stages))
             for ahead in range(config.q_stages):
                 self.wait("q_empty", remainder(turns + ahead, config.q_stages))
             for ahead in range(config.do_stages):
@@ -202,10 +209,13 @@ class Kernel(Tiles):
         """Waits for a barrier."""
         plgpu.barrier_wait(self.refs[name].at[slot])
 
-    def for_each_tile(self, process: Callable[[Tile, Any], Any]) -> Any:
-        """Runs ``process(tile, turns)`` on this block's tiles; returns the steps made.
+    def for_each_tile(self, process: Callable[[Tile, Any, Any], Any]) -> tuple[Any, Any]:
+        """Runs ``turns = process(tile, kv_slot, turns)`` on this block's tiles.
 
         A tile is read one ahead: a read of global memory would delay each.
+
+        Returns:
+            The steps made, which are the turns, and the tiles done.
         """
         table = self.refs["schedule"]
         block = lax.axis_index("block")
@@ -214,13 +224,18 @@ class Kernel(Tiles):
             return Tile(*(table[block, place, word] for word in range(len(Tile._fields))))
 
         def body(place: Any, carry: Any) -> Any:
-            turns, tile = carry
+            turns, kv_turns, tile = carry
             following = read(place + 1)
-            turns = lax.cond(tile.kv_tile >= 0, lambda: process(tile, turns), lambda: turns)
-            return turns, following
+            slot = remainder(kv_turns, self.config.kv_stages)
+            turns, kv_turns = lax.cond(
+                tile.kv_tile >= 0,
+                lambda: (process(tile, slot, turns), kv_turns + 1),
+                lambda: (turns, kv_turns),
+            )
+            return turns, kv_turns, following
 
-        carry = (jnp.int32(0), read(0))
-        return lax.fori_loop(0, table.shape[1] - 1, body, carry)[0]
+        carry = (jnp.int32(0), jnp.int32(0), read(0))
+        return lax.fori_loop(0, table.shape[1] - 1, body, carry)[:2]
 
     def batch_and_head(self, tile: Tile) -> tuple[Any, Any]:
         """Batch element and key head of a tile."""
@@ -235,7 +250,7 @@ class Kernel(Tiles):
 
     # Producer.
 
-    def produce(self, tile: Tile, turns: Any) -> Any:
+    def produce(self, tile: Tile, kv_slot: Any, turns: Any) -> Any:
         """Loads what one key tile needs; returns the steps made."""
         refs, config = self.refs, self.config
         batch, kv_head = self.batch_and_head(tile)
@@ -253,14 +268,15 @@ class Kernel(Tiles):
                 source = self.of_batch(name, batch).at[*at, span]
                 plgpu.copy_gmem_to_smem(source, refs[f"{name}_s"].at[slot], full)
 
-        self.wait("kv_empty")
+        self.wait("kv_empty", kv_slot)
         keys = pl.ds(tile.kv_tile * config.block_kv, config.block_kv)
         for x in ("k", "v"):
-            target, full = refs[f"{x}_s"].at[0], refs[f"{x}_full"].at[0]
+            target, full = refs[f"{x}_s"].at[kv_slot], refs[f"{x}_full"].at[kv_slot]
             self.ops.copy_operand(refs[x], (batch, keys, kv_head), target, full)
         for place, name in enumerate(key_vectors(self.problem) if "of_keys_s" in refs else ()):
-            source, target = self.of_batch(name, batch).at[keys], refs["of_keys_s"].at[place]
-            plgpu.copy_gmem_to_smem(source, target, refs["k_full"].at[0])
+            source, target = self.of_batch(name, batch).at[keys], refs["of_keys_s"]
+            full = refs["k_full"].at[kv_slot]
+            plgpu.copy_gmem_to_smem(source, target.at[kv_slot, place], full)
 
         def load_tile(turn: Any, at: tuple[Any, ...], row: Any) -> None:
             # A bias is read at the start of a step, Q until the end of it: so its place is free
@@ -340,18 +356,18 @@ class Kernel(Tiles):
 
     # Consumers.
 
-    def consume(self, tile: Tile, turns: Any) -> Any:
+    def consume(self, tile: Tile, kv_slot: Any, turns: Any) -> Any:
         """Works on one key tile; returns the steps made."""
         batch, kv_head = self.batch_and_head(tile)
         key = tile.kv_tile * self.config.block_kv
-        self.wait("k_full")
-        self.wait("v_full")
+        self.wait("k_full", kv_slot)
+        self.wait("v_full", kv_slot)
         if self.problem.bias is not None or self.has_visits:
-            self.clean_keys()
+            self.clean_keys(kv_slot)
         elif self.edges.masked:
             has_masked = (tile.lo < tile.full_lo) | (tile.full_hi < tile.hi)
-            pl.when(has_masked)(self.clean_keys)
-        at = KeyTile(batch, self.slab(tile, batch), kv_head, key, tile.blank > 0)
+            pl.when(has_masked)(lambda: self.clean_keys(kv_slot))
+        at = KeyTile(batch, self.slab(tile, batch), kv_head, key, kv_slot, tile.blank > 0)
         self.work(tile, turns, at)
         return turns + self.num_steps(tile)
 
@@ -376,7 +392,8 @@ class Kernel(Tiles):
         """
 
         def step_of(turn: Any, head: Any, row: Any, masked: Any) -> Step:
-            return Step(turn, at.batch, at.slab, head, row, at.key, masked, at.blank)
+            where = head, row, at.key, at.kv_slot
+            return Step(turn, at.batch, at.slab, *where, masked, at.blank)
 
         def visit_head(g: Any, carry: Any) -> Any:
             first, carry = carry
@@ -422,7 +439,7 @@ class Kernel(Tiles):
         """
 
         def before(turn: Any, row: Any, head: Any) -> Step:
-            return Step(turn - 1, at.batch, at.slab, head, row, at.key, False)
+            return Step(turn - 1, at.batch, at.slab, head, row, at.key, at.kv_slot, False)
 
         def step(step: Step, carry: Any) -> Any:
             late, sums = carry
@@ -478,7 +495,7 @@ class Kernel(Tiles):
         """Shapes of the accumulators, by name."""
         raise NotImplementedError
 
-    def clean_keys(self) -> None:
+    def clean_keys(self, kv_slot: Any) -> None:
         """Cleans this warpgroup's part of the keys."""
         raise NotImplementedError
 
@@ -503,6 +520,10 @@ class Kernel(Tiles):
         # A constant place would let LLVM hoist wgmma descriptors: see opaque_zero.
         q_slot, do_slot, ds_slot = (remainder(turn, n) if n > 1 else zero for n in rings)
         return q_slot, do_slot, ds_slot
+
+    def kv_slot(self, step: Step, zero: Any) -> Any:
+        """Place of a step's key tile in the ring of K and V; likewise no constant."""
+        return step.kv_slot + zero if self.config.kv_stages > 1 else zero
 
     def meet(self) -> None:
         """Waits for the other consumer; each then sees what the other wrote to shared memory."""
@@ -533,20 +554,20 @@ class Kernel(Tiles):
             self.ops.reduce_store(staging, self.refs["dq"].at[at])
 
     def query_gradients(
-        self, ds_slot: Any, zero: Any, meanwhile: Callable[[], None] = lambda: None
+        self, ds_slot: Any, kv_slot: Any, meanwhile: Callable[[], None] = lambda: None
     ) -> Array:
         """This warpgroup's part of dS'^T K; all products are done when it is there.
 
         Args:
             ds_slot: of dS'.
-            zero: an opaque zero.
+            kv_slot: of K.
             meanwhile: run once the product is issued.
         """
 
         def product(dq_acc: Ref) -> Array:
             splits_rows = self.config.splits_rows
             ds = self.refs["ds_s"].at[ds_slot, self.warpgroup if splits_rows else 0]
-            k = self.refs["k_s"].at[zero]
+            k = self.refs["k_s"].at[kv_slot]
             if not splits_rows:
                 k = k.at[..., self.half(self.problem.head_dim)]
             self.ops.matmul_transposed(dq_acc, ds, k)
@@ -565,7 +586,7 @@ class Kernel(Tiles):
                 release()
 
         self.wait("ds_full", ds_slot)
-        dq = self.query_gradients(ds_slot, zero, release_all)
+        dq = self.query_gradients(ds_slot, self.kv_slot(step, zero), release_all)
         self.arrive("ds_empty", ds_slot)
         self.add_to_dq(dq, step)
 

@@ -23,6 +23,7 @@ class BackwardConfig:
         block_q: queries in a tile: 64, or 128 with own keys.
         parts: own keys: pieces of 64 or 128 queries whose products are issued together and worked
             on one after the other.
+        kv_stages: own keys: tiles of K and V in flight.
         q_stages: Q tiles in flight.
         do_stages: dO tiles in flight.
         ds_buffers: tiles of dS' in flight; at least 2 with own keys.
@@ -43,6 +44,7 @@ class BackwardConfig:
     own_gradients: bool = False
     block_q: int = 64
     parts: int = 1
+    kv_stages: int = 1
     q_stages: int = 2
     do_stages: int = 2
     ds_buffers: int = 2
@@ -62,6 +64,8 @@ class BackwardConfig:
             raise ValueError(f"block_q={self.block_q}: 64, or 128 with own keys")
         if self.block_q // self.parts not in (_ROWS, self.block_q):
             raise ValueError(f"parts={self.parts}: of 64 queries, or one")
+        if self.kv_stages > 1 and self.own_gradients:
+            raise ValueError(f"kv_stages={self.kv_stages}: 1 with own gradients")
         if self.ds_buffers < 2 and not self.own_gradients:
             raise ValueError(
                 f"ds_buffers={self.ds_buffers}: with own keys dQ is made after the next dS' is "
@@ -122,11 +126,15 @@ def default_config(problem: Problem) -> BackwardConfig:
         )
     if widest <= 64:
         spill_bytes = 200 if ids else 128  # LLVM of one JAX or another: up to 32 bytes apart
+        bias_stages = _bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32)
+        # What masks compare and dropout draws by takes the room of a second K and V.
+        is_lean = problem.mask.has_static_ranges and problem.dropout_rate == 0.0
         return BackwardConfig(
             block_q=128,
             parts=2,
+            kv_stages=2 if is_lean and not ids and not bias_stages else 1,
             take_turns=False,
-            bias_stages=_bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32),
+            bias_stages=bias_stages,
             split_edges=split_edges,
             spill_bytes=spill_bytes + _more_spill_bytes(problem),
         )

@@ -65,9 +65,9 @@ class OwnKeys(Kernel):
         """This warpgroup's first key of a tile that begins at ``key``."""
         return key + self.warpgroup * ROWS
 
-    def clean_keys(self) -> None:
+    def clean_keys(self, kv_slot: Any) -> None:
         """Cleans this warpgroup's part of the keys."""
-        self.clean(self.own_keys("k_s", 0))
+        self.clean(self.own_keys("k_s", kv_slot))
 
     def clean_queries(self, q_slot: Any, do_slot: Any) -> None:
         """Zeroes rows of Q and dO that have no gradient; each consumer has one of the two."""
@@ -96,7 +96,7 @@ class OwnKeys(Kernel):
             return load(dk_acc, wait=None), load(dv_acc, wait=None)
 
         dk, dv = self.accumulate(walk, ("dk_acc", "dv_acc"))
-        self.arrive("kv_empty")  # the next keys come while these gradients go
+        self.arrive("kv_empty", at.kv_slot)  # the next keys come while these gradients go
         self.meet()  # the other consumer has read dS' for its part of dQ
         self.store_gradients({"dk": dk * self.problem.scale, "dv": dv * self.value_scale}, at)
 
@@ -141,6 +141,7 @@ class OwnKeys(Kernel):
         refs, config, ops = self.refs, self.config, self.ops
         zero = ops.opaque_zero()
         q_slot, do_slot, ds_slot = self.slots(step.turn, zero)
+        kv_slot = self.kv_slot(step, zero)
         parts, width = config.parts, config.part_columns
         spans = [pl.ds(part * width, width) for part in range(parts)]
         key = self.first_key(step.key)
@@ -150,7 +151,7 @@ class OwnKeys(Kernel):
 
             def issue_dp(part: int) -> None:
                 acc, do = dp_accs[part], refs["do_s"].at[do_slot, spans[part]]
-                ops.matmul(acc, self.own_keys("v_s", zero), do, transpose_b=True)
+                ops.matmul(acc, self.own_keys("v_s", kv_slot), do, transpose_b=True)
 
             self.wait("q_full", q_slot)
             may_clean = self.cleans_queries and step.masked is not False
@@ -161,7 +162,7 @@ class OwnKeys(Kernel):
             self.await_turn()
             for part, span in enumerate(spans):
                 q = refs["q_s"].at[q_slot, span]
-                ops.matmul(s_accs[part], self.own_keys("k_s", zero), q, transpose_b=True)
+                ops.matmul(s_accs[part], self.own_keys("k_s", kv_slot), q, transpose_b=True)
                 if part == 0:
                     if not may_clean:
                         self.wait("do_full", do_slot)
@@ -251,9 +252,9 @@ class OwnGradients(Kernel):
             for ahead in range(self.config.ds_buffers):
                 self.wait("ds_empty", remainder(turns + ahead, self.config.ds_buffers))
 
-    def clean_keys(self) -> None:
+    def clean_keys(self, kv_slot: Any) -> None:
         """Cleans this warpgroup's part of the keys."""
-        self.clean(self.refs["k_s"].at[0, ..., self.half(self.problem.head_dim)])
+        self.clean(self.refs["k_s"].at[kv_slot, ..., self.half(self.problem.head_dim)])
         self.meet()
 
     def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:

@@ -47,6 +47,7 @@ class Step(NamedTuple):
         head: query head.
         row: first query.
         key: first key of the thread block.
+        kv_slot: where in the ring of K and V these are.
         masked: whether keys may be hidden: False, True, or a traced bool.
         blank: whether some queries of the key tile have no gradient, if the kernel is to care.
     """
@@ -57,6 +58,7 @@ class Step(NamedTuple):
     head: Any
     row: Any
     key: Any
+    kv_slot: Any
     masked: Any
     blank: Any = False
 
@@ -157,7 +159,7 @@ class Tiles:
         if "of_keys_s" not in self.refs:
             return self.ops.load_rows(self.of_batch(name, step.batch).at[pl.ds(key, count)])
         place = key_vectors(self.problem).index(name), pl.ds(key - step.key, count)
-        return self.ops.load_rows(self.refs["of_keys_s"].at[place])
+        return self.ops.load_rows(self.refs["of_keys_s"].at[step.kv_slot, *place])
 
     def of_batch(self, name: str, batch: Any) -> Ref:
         """Of an array ``[B|1, ...]`` the element's part."""

@@ -174,6 +174,7 @@ CONFIGS = {
     "out of turn": kernel_config.BackwardConfig(take_turns=False, ds_buffers=3, head_group=2),
     "128 queries": kernel_config.BackwardConfig(block_q=128),
     "two parts": kernel_config.BackwardConfig(block_q=128, parts=2, q_stages=1, do_stages=3),
+    "two K and V": kernel_config.BackwardConfig(block_q=128, parts=2, kv_stages=2),
     "own gradients": kernel_config.BackwardConfig(
         own_gradients=True, ds_buffers=1, q_stages=1, dq_columns=32, split_edges=False
     ),
