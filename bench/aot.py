@@ -309,7 +309,6 @@ def backward_cases() -> Iterator[Case]:
     dims = [(64, 64), (128, 128), (128, 64), (192, 192), (192, 128), (256, 256)]
     plain = ((*x, Arrays()) for x in _problems(dims))
     for name, problem, (q, k, v), terms in itertools.chain(plain, _problems_with_terms()):
-        options = backward_config.default_config(problem)
         do = jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), q.dtype)
         rows = jax.ShapeDtypeStruct((2, 4, problem.q_len), jnp.float32)
         has_room = problem.parts == 1 or max(problem.head_dim, problem.value_dim) <= 64
@@ -319,10 +318,11 @@ def backward_cases() -> Iterator[Case]:
             bias=terms.bias is not None and has_room,
             alibi_slopes=terms.alibi_slopes is not None and has_room,
         )
+        sums = backward_terms.sums(problem, wanted, problem.q_len, problem.kv_len)
+        options = backward.fitting(problem, backward_config.default_config(problem), tuple(sums))
         launch = functools.partial(
             backward.attention_backward, problem, config=options, wanted=wanted
         )
-        sums = backward_terms.sums(problem, wanted, problem.q_len, problem.kv_len)
         yield Case(
             f"backward {name}",
             launch,

@@ -57,7 +57,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -159,18 +159,7 @@ def attention_backward(
     rows, keys = problem.q_len + surplus, num_kv_tiles * config.block_kv
     arrays = arrays or Arrays()
     extra = backward_terms.sums(problem, wanted or Wanted(), rows, keys)
-    if _smem_bytes(problem, config, extra) > tiles.MAX_SMEM_BYTES:
-        # What else is wanted takes the room of a second K and V, of the bias's last tile, or of
-        # the second dS'.
-        if config.kv_stages > 1:
-            less = {"kv_stages": 1}
-        elif config.bias_stages:
-            less = {"bias_stages": config.bias_stages - 1}
-        else:
-            less = {"ds_buffers": 1}
-        config = dataclasses.replace(config, **less)
-    if (taken := _smem_bytes(problem, config, extra)) > tiles.MAX_SMEM_BYTES:
-        raise ValueError(f"{config} takes {taken} bytes of shared memory of {tiles.MAX_SMEM_BYTES}")
+    config = fitting(problem, config, tuple(extra))
     scratch = scratch_tree(problem, config, ops, tuple(extra))
     read, lse = backward_terms.inputs(problem, mask, arrays, lse, rows, keys, config)
     inputs |= read
@@ -253,7 +242,31 @@ def attention_backward(
     return dq, dk, dv, dict(zip(extra, others, strict=True))
 
 
-def _smem_bytes(problem: Problem, config: BackwardConfig, extra: Iterable[str]) -> int:
-    """On a GPU, also where the kernel is interpreted, which knows no limit."""
-    ops = Ops(None, problem.parts)
-    return tiles.smem_bytes(scratch_tree(problem, config, ops, tuple(extra)))
+def fitting(problem: Problem, config: BackwardConfig, extra: Sequence[str]) -> BackwardConfig:
+    """The configuration, or less of it where gradients of terms take the room.
+
+    Args:
+        problem: static facts.
+        config: options.
+        extra: what :func:`pallas_kernels.backward_terms.sums` declares.
+
+    Raises:
+        ValueError: not even that fits into shared memory.
+    """
+    ops = Ops(None, problem.parts)  # as on a GPU, also where the kernel is interpreted
+
+    def smem_bytes(config: BackwardConfig) -> int:
+        return tiles.smem_bytes(scratch_tree(problem, config, ops, extra))
+
+    if smem_bytes(config) > tiles.MAX_SMEM_BYTES:
+        # A second K and V, the bias's last tile, or the second dS' gives way.
+        if config.kv_stages > 1:
+            less = {"kv_stages": 1}
+        elif config.bias_stages:
+            less = {"bias_stages": config.bias_stages - 1}
+        else:
+            less = {"ds_buffers": 1}
+        config = dataclasses.replace(config, **less)
+    if (taken := smem_bytes(config)) > tiles.MAX_SMEM_BYTES:
+        raise ValueError(f"{config} takes {taken} bytes of shared memory of {tiles.MAX_SMEM_BYTES}")
+    return config
