@@ -175,10 +175,12 @@ def cleans_queries(problem: Problem, config: BackwardConfig) -> bool:
     """Whether the kernel zeroes rows of Q and dO that have no gradient, and may hold anything.
 
     Otherwise they must come clean, which takes a pass over both. Only rows of masked tiles are
-    looked at: with a bias, segments or a boolean mask others may see nothing, too.
+    looked at: with a bias or segments others may see nothing, too.
     """
-    is_interval = problem.mask.is_interval and not problem.mask.has_static_ranges
-    return is_interval and problem.bias is None and not config.own_gradients
+    mask = problem.mask
+    may_be_empty = mask.array is not None or not mask.has_static_ranges
+    is_plain = mask.q_segments is None and problem.bias is None
+    return may_be_empty and is_plain and not config.own_gradients
 
 
 def _bias_stages(problem: Problem, kibibytes: int) -> int:
