@@ -248,7 +248,10 @@ def differentiate(
         config=config,
         interpret=interpret,
     )
-    dq = dq[:, : spec.q_len, :, : spec.head_dim] * np.float32(spec.scale)
+    dq = dq[:, : spec.q_len, :, : spec.head_dim]
+    factor = spec.scale / problem.scale if problem.parts > 1 else spec.scale
+    if factor != 1.0:
+        dq = dq * np.float32(factor)
     dk = dk[:, : spec.kv_len, :, : spec.head_dim]
     dv = dv[:, : spec.kv_len, :, : spec.value_dim]
     of_terms: dict[str, Array] = {}

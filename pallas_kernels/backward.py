@@ -129,7 +129,8 @@ def attention_backward(
         interpret: run in interpret mode, on a CPU.
 
     Returns:
-        dq fp32 ``[B, Tq'', Hq, D]`` with surplus rows and without the factor ``scale``;
+        dq fp32 ``[B, Tq'', Hq, D]`` with surplus rows, without the factor ``scale`` unless q is
+        fp32, too;
         dk ``[B, Tk', Hk, D]`` and dv ``[B, Tk', Hk, Dv]``; and what
         :func:`pallas_kernels.backward_terms.sums` declares.
     """

@@ -540,6 +540,8 @@ class Kernel(Tiles):
     def add_to_dq(self, dq: Array, step: Step) -> None:
         """Adds this warpgroup's part of dQ of a step to global memory, through shared memory."""
         row, column = step.row, 0
+        if self.problem.parts > 1:  # of other types XLA scales dQ as it converts it
+            dq = dq * self.problem.scale
         if self.config.splits_rows:
             row = row + self.warpgroup * ROWS
         else:

@@ -114,7 +114,7 @@ def default_config(problem: Problem) -> BackwardConfig:
             dq_columns=16,
             hands_over_in_ds=True,
             split_edges=split_edges,
-            spill_bytes=192 + _more_spill_bytes(problem),
+            spill_bytes=224 + _more_spill_bytes(problem),
         )
     if problem.parts > 1:
         return BackwardConfig(
