@@ -306,8 +306,9 @@ def backward_cases() -> Iterator[Case]:
     from pallas_kernels.ops import Ops
     from pallas_kernels.terms import Arrays
 
-    dims = [(64, 64), (128, 128), (128, 64), (192, 192), (192, 128), (256, 256)]
-    plain = ((*x, Arrays()) for x in _problems(dims))
+    dims = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256)]
+    unequal = [(96, 64), (80, 96), (128, 64), (192, 128)]
+    plain = ((*x, Arrays()) for x in _problems(dims + unequal))
     for name, problem, (q, k, v), terms in itertools.chain(plain, _problems_with_terms()):
         do = jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), q.dtype)
         rows = jax.ShapeDtypeStruct((2, 4, problem.q_len), jnp.float32)

@@ -199,7 +199,9 @@ def differentiate(
     rate = spec.dropout_rate
     if rate == 1.0:  # nothing reaches the output; what is left comes through the log-sum-exp
         rate, do = 0.0, jnp.zeros_like(do)
-    head_dim, value_dim = backward_config.padded_dims(spec.head_dim, spec.value_dim)
+    head_dim, value_dim = backward_config.padded_dims(
+        spec.head_dim, spec.value_dim, is_split=spec.dtype == "float32"
+    )
     problem = kernel.Problem(
         batch=spec.batch,
         q_len=spec.q_len,

@@ -6,6 +6,7 @@ The algorithm is described in :mod:`pallas_kernels.backward`, the algebra of a t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from pallas_kernels.backward_config import (
     GROUPS,
     BackwardConfig,
     cleans_queries,
+    dq_shares,
     transposes_bias,
 )
 from pallas_kernels.backward_tiles import KEY_SUMS, ROWS, Step, Tiles, key_vectors
@@ -73,13 +75,22 @@ def scratch_tree(
     d, dv, dtype = problem.head_dim, problem.value_dim, problem.dtype
     block_q, block_kv, stages = config.block_q, config.block_kv, config.ds_buffers
     kv_stages = config.kv_stages
-    dq_shape = (ROWS, d if config.splits_rows else d // GROUPS)
+    shares = dq_shares(problem, config)
+    is_unequal = shares[0] != shares[1]
     scores = (ROWS, config.part_columns)
-    # A slice of an operand must consist of whole swizzled tiles, and both operands be alike.
-    widest = 64 if config.own_gradients and dq_shape[1] % 64 else 128
+    # A slice of an operand must consist of whole swizzled tiles, and both operands be alike: those
+    # of dQ, of which one is a part of K, and so those of S'. With own keys V and dO are free.
+    widest = tiles.swizzle_bytes(math.gcd(*shares), jnp.bfloat16)
 
     def buffer(*shape: int) -> Any:
         return tiles.operand_buffer(shape, dtype, widest)
+
+    def value_buffer(*shape: int) -> Any:
+        return tiles.operand_buffer(shape, dtype, widest if config.own_gradients else 128)
+
+    def dq_buffer(count: int, share: int) -> Any:
+        shape = count, ROWS, config.dq_columns or share
+        return tiles.buffer(shape, jnp.float32, tiles.swizzle_bytes(d, jnp.float32))
 
     def barriers(count: int = 1, arrivals: int = GROUPS) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
@@ -90,13 +101,14 @@ def scratch_tree(
     segments = int("kv_segments" in of_keys)
     tree = {
         "k_s": buffer(kv_stages, block_kv, d),
-        "v_s": buffer(kv_stages, block_kv, dv),
+        "v_s": value_buffer(kv_stages, block_kv, dv),
         "q_s": buffer(config.q_stages, block_q, d),
-        "do_s": buffer(config.do_stages, block_q, dv),
+        "do_s": value_buffer(config.do_stages, block_q, dv),
         "lse_s": plgpu.SMEM((config.q_stages, block_q), jnp.float32),
         "delta_s": plgpu.SMEM((config.do_stages, block_q), jnp.float32),
         "ds_s": buffer(stages, block_q // ROWS, block_kv, ROWS),
-        "dq_s": tiles.buffer((GROUPS, ROWS, config.dq_columns or dq_shape[1]), jnp.float32),
+        "dq_s": dq_buffer(1 if is_unequal else GROUPS, shares[0]),
+        "dq_rest_s": dq_buffer(1, shares[1]) if is_unequal else None,
         "of_keys_s": plgpu.SMEM((kv_stages, len(of_keys), block_kv), jnp.int32)
         if of_keys
         else None,
@@ -116,12 +128,12 @@ def scratch_tree(
         "dp_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
         "dk_acc": ops.accumulator_scratch(GROUPS, (ROWS, d)),
         "dv_acc": ops.accumulator_scratch(GROUPS, (ROWS, dv)),
-        "dq_acc": ops.accumulator_scratch(GROUPS, dq_shape),
+        "dq_acc": ops.accumulator_scratch(GROUPS, (ROWS, shares[0])),
+        "dq_rest_acc": ops.accumulator_scratch(GROUPS, (ROWS, shares[1])) if is_unequal else None,
     }
     if problem.parts > 1:
         tree["part_acc"] = ops.accumulator_scratch(GROUPS, (ROWS, max(d, dv)))
-    columns = config.dq_columns or dq_shape[1]
-    if "dbias" in extra and columns != ROWS:
+    if "dbias" in extra and (is_unequal or (config.dq_columns or shares[0]) != ROWS):
         # Where dQ is staged rows are of another length.
         makers = 1 if config.own_gradients else GROUPS
         tree["dbias_s"] = tiles.buffer((makers, 32, ROWS), jnp.float32)
@@ -145,6 +157,12 @@ def scratch_tree(
         }
     else:
         tree |= {"ds_full": barriers(stages), "ds_empty": barriers(stages)}
+        # TMA wants a whole buffer: what is narrower than a tile of dS' cannot be staged in one.
+        tree |= {
+            f"{name}_rest_s": value_buffer(GROUPS, ROWS, size % ROWS)
+            for name, size in (("dk", d), ("dv", dv))
+            if size % ROWS
+        }
     return {name: item for name, item in tree.items() if item is not None}
 
 
@@ -164,6 +182,7 @@ class Kernel(Tiles):
         self.bias_stages = config.bias_stages if "bias_s" in refs else 0
         self.transposes_bias = transposes_bias(problem, config)
         self.cleans_queries = cleans_queries(problem, config)
+        self.shares = dq_shares(problem, config)
         self.group = problem.num_q_heads // problem.num_kv_heads
         self.slabs = refs["dq"].shape[0] // problem.batch
 
@@ -537,16 +556,19 @@ class Kernel(Tiles):
             tile[...] = jnp.where(jnp.abs(value) < jnp.inf, value, 0.0).astype(tile.dtype)
         plgpu.commit_smem()
 
-    def add_to_dq(self, dq: Array, step: Step) -> None:
+    def add_to_dq(self, dq: Array, step: Step, share: int | None = None) -> None:
         """Adds this warpgroup's part of dQ of a step to global memory, through shared memory."""
         row, column = step.row, 0
         if self.problem.parts > 1:  # of other types XLA scales dQ as it converts it
             dq = dq * self.problem.scale
-        if self.config.splits_rows:
+        if share is not None:
+            column = share * self.shares[0]
+        elif self.config.splits_rows:
             row = row + self.warpgroup * ROWS
         else:
             column = self.warpgroup * (self.problem.head_dim // GROUPS)
-        staging = self.refs["dq_s"].at[self.warpgroup]
+        staging = self.refs["dq_rest_s" if share else "dq_s"]
+        staging = staging.at[self.warpgroup if share is None else 0]
         width = self.config.dq_columns or dq.shape[1]
         for first in range(0, dq.shape[1], width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -556,7 +578,11 @@ class Kernel(Tiles):
             self.ops.reduce_store(staging, self.refs["dq"].at[at])
 
     def query_gradients(
-        self, ds_slot: Any, kv_slot: Any, meanwhile: Callable[[], None] = lambda: None
+        self,
+        ds_slot: Any,
+        kv_slot: Any,
+        meanwhile: Callable[[], None] = lambda: None,
+        share: int | None = None,
     ) -> Array:
         """This warpgroup's part of dS'^T K; all products are done when it is there.
 
@@ -564,19 +590,22 @@ class Kernel(Tiles):
             ds_slot: of dS'.
             kv_slot: of K.
             meanwhile: run once the product is issued.
+            share: whose share it is, where they are unequal and so known at trace time.
         """
 
         def product(dq_acc: Ref) -> Array:
             splits_rows = self.config.splits_rows
             ds = self.refs["ds_s"].at[ds_slot, self.warpgroup if splits_rows else 0]
             k = self.refs["k_s"].at[kv_slot]
-            if not splits_rows:
+            if share is not None:
+                k = k.at[..., pl.ds(share * self.shares[0], self.shares[share])]
+            elif not splits_rows:
                 k = k.at[..., self.half(self.problem.head_dim)]
             self.ops.matmul_transposed(dq_acc, ds, k)
             meanwhile()
             return self.ops.load_accumulator(dq_acc, wait=0)
 
-        return self.accumulate(product, ("dq_acc",))
+        return self.accumulate(product, ("dq_rest_acc" if share else "dq_acc",))
 
     def make_dq(self, step: Step, zero: Any, release: Callable[[], None] | None = None) -> None:
         """Makes dQ of a step; ``release`` is run when the products before are done."""
@@ -587,10 +616,16 @@ class Kernel(Tiles):
                 self.ops.wait_matmuls(1)
                 release()
 
+        def make(share: int | None = None) -> None:
+            dq = self.query_gradients(ds_slot, self.kv_slot(step, zero), release_all, share)
+            self.arrive("ds_empty", ds_slot)
+            self.add_to_dq(dq, step, share)
+
         self.wait("ds_full", ds_slot)
-        dq = self.query_gradients(ds_slot, self.kv_slot(step, zero), release_all)
-        self.arrive("ds_empty", ds_slot)
-        self.add_to_dq(dq, step)
+        if self.shares[0] == self.shares[1]:
+            make()
+        else:
+            lax.cond(self.warpgroup == 0, lambda: make(0), lambda: make(1))
 
     def make_dq_if_any(self, step: Step, zero: Any, release: Callable[[], None]) -> None:
         """Likewise, but there may be no such step."""

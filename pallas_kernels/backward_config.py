@@ -140,11 +140,14 @@ def default_config(problem: Problem) -> BackwardConfig:
         )
     if widest <= 128:
         bias_stages = _bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32)
+        spill_bytes = 128 if ids else 48
+        if widest <= 96:
+            spill_bytes = 32 if ids else 8
         return BackwardConfig(
             do_stages=2 if bias_stages else 3,
             bias_stages=bias_stages,
             split_edges=split_edges,
-            spill_bytes=(128 if ids else 48) + _more_spill_bytes(problem),
+            spill_bytes=spill_bytes + _more_spill_bytes(problem),
         )
     spill_bytes = _more_spill_bytes(problem)
     if problem.bias is not None and problem.has_bias_tiles and widest > 192:
@@ -202,17 +205,33 @@ def _more_spill_bytes(problem: Problem) -> int:
     return (0, 128, 256, 576, 576)[sum(kinds)]
 
 
-def padded_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """The next pair of head dims that the kernel has tiles for."""
-    dims = (64, 128, 192, 256)
-    if max(head_dim, value_dim) <= 64:
+def padded_dims(head_dim: int, value_dim: int, *, is_split: bool = False) -> tuple[int, int]:
+    """The next pair of head dims that the kernel has tiles for; ``is_split`` is of fp32."""
+    widest = max(head_dim, value_dim)
+    if widest <= 64:
         return 64, 64
-    # Halves of dQ's columns must be whole tiles of 64 with own keys, of 32 otherwise.
-    least = 128 if max(head_dim, value_dim) <= 128 else 64
-    return (
-        next(dim for dim in dims if dim >= max(head_dim, least)),
-        next(dim for dim in dims if dim >= value_dim),
-    )
+    if widest <= 128 and head_dim <= 64:
+        head_dim = 80 if widest <= 96 else 128  # halves of 32 columns of dQ are not measured
+    dims = (64, 80, 96, 128) if widest <= 128 and not is_split else (64, 128, 192, 256)
+    head_dim = next(dim for dim in dims if dim >= head_dim)
+    # With own keys dV is staged in tiles of dS', which are as wide as those of dQ's shares.
+    tile = min(head_dim & -head_dim, _ROWS)
+    return head_dim, next(dim for dim in dims if dim >= value_dim and dim % tile == 0)
+
+
+def dq_shares(problem: Problem, config: BackwardConfig) -> tuple[int, int]:
+    """Columns of dQ that each consumer makes: halves, or about that in whole swizzled tiles."""
+    size = problem.head_dim
+    if config.splits_rows:
+        return size, size
+    half = size // GROUPS
+    if half % 32 == 0:
+        return half, half
+    if config.own_gradients:
+        raise ValueError(f"head_dim={size}: own gradients want halves of 32, 64, 96 or 128 columns")
+    tile = size & -size
+    first = -(-half // tile) * tile
+    return first, size - first
 
 
 def head_group(problem: Problem, config: BackwardConfig) -> int:

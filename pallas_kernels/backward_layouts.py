@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -30,7 +31,8 @@ class OwnKeys(Kernel):
         return {
             "s_acc": scores,
             "dp_acc": scores,
-            "dq_acc": (ROWS, problem.head_dim // (1 if config.splits_rows else GROUPS)),
+            "dq_acc": (ROWS, self.shares[0]),
+            "dq_rest_acc": (ROWS, self.shares[1]),
             "dk_acc": (ROWS, problem.head_dim),
             "dv_acc": (ROWS, problem.value_dim),
         }
@@ -73,9 +75,9 @@ class OwnKeys(Kernel):
         """Zeroes rows of Q and dO that have no gradient; each consumer has one of the two."""
 
         def clean(tile: Ref) -> None:
-            for row, column in np.ndindex(tile.shape[0] // ROWS, tile.shape[1] // ROWS):
-                rows = pl.ds(row * ROWS, ROWS)
-                piece = tile.at[rows, pl.ds(column * ROWS, ROWS)]
+            for row, column in itertools.product(*(range(0, size, ROWS) for size in tile.shape)):
+                rows = pl.ds(row, ROWS)
+                piece = tile.at[rows, pl.ds(column, min(ROWS, tile.shape[1] - column))]
                 value = self.ops.load_tile(piece).astype(jnp.float32)
                 lse = self.ops.load_rows(self.refs["lse_s"].at[q_slot, rows])
                 lse = lax.broadcast_in_dim(lse, value.shape, [0])
@@ -106,7 +108,7 @@ class OwnKeys(Kernel):
         pieces = [
             (name, first)
             for name, gradient in gradients.items()
-            for first in range(0, gradient.shape[1], ROWS)
+            for first in range(0, gradient.shape[1] // ROWS * ROWS, ROWS)
         ]
         for number, (name, first) in enumerate(pieces):
             if number and number % len(places) == 0:
@@ -114,6 +116,12 @@ class OwnKeys(Kernel):
             staging = self.own_keys("ds_s", *places[number % len(places)])
             piece = gradients[name][:, first : first + ROWS]
             self.store(name, piece, staging, at, self.first_key(at.key), first)
+        for name, gradient in gradients.items():
+            if f"{name}_rest_s" in self.refs:
+                first = gradient.shape[1] // ROWS * ROWS
+                staging = self.refs[f"{name}_rest_s"].at[self.warpgroup]
+                piece = gradient[:, first:]
+                self.store(name, piece, staging, at, self.first_key(at.key), first)
 
     def load_bias(self, step: Step, part: int) -> Array:
         """The bias of this warpgroup's keys and the queries of a part."""

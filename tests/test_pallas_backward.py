@@ -100,6 +100,10 @@ SEGMENTS = (
 CASES = COMMON_CASES | {
     "D64/128": ((1, 70, 140, 1, 1, 64, 128), {}, {}),
     "grouped heads": ((1, 130, 200, 4, 2, 128), {"is_causal": True, "q_offset": 70}, None),
+    "D96": ((1, 100, 140, 2, 1, 96), {"is_causal": True, "q_offset": 40}, None),
+    "D80": ((1, 70, 130, 1, 1, 80), {}, {}),
+    "D88/64": ((1, 70, 130, 1, 1, 88, 64), {}, {}),
+    "D72/128": ((1, 64, 130, 1, 1, 72, 128), {}, {}),
     "D192/128": ((1, 64, 130, 2, 1, 192, 128), {}, {}),
     "D256": ((1, 70, 130, 2, 2, 256), {"is_causal": True, "q_offset": 60}, None),
     "keys that none sees": ((1, 64, 300, 1, 1, 128), {"is_causal": True}, None),
@@ -185,7 +189,7 @@ CONFIGS = {
 def test_every_option(name, interpreted):
     config = CONFIGS[name]
     interpreted(config=config)
-    # With 64 queries in a tile the layout of own keys halves dQ's columns, into 64 at least.
+    # With 64 queries in a tile the layout of own keys halves dQ's columns: 64 is no head dim then.
     q, k, v = qkv(1, 140, 200, 2, 1, 64 if config.splits_rows else 128)
     do, dlse = cotangents(q, v)
     keywords = {"is_causal": True, "q_offset": 50}
@@ -194,7 +198,7 @@ def test_every_option(name, interpreted):
     check(run(q, k, v, do, dlse, local_window_size=window, **keywords), want)
 
 
-@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("d", mostly_on_gpu([64, 80, 256], {80}))
 def test_deterministic_sums_add_up(d, interpreted):
     """The same sums in one order; on a GPU also the same bits."""
     if not ON_GPU:
@@ -236,8 +240,9 @@ def test_ragged(window, interpreted):
 @pytest.mark.parametrize(
     ("d", "filling"),
     mostly_on_gpu(
-        list(itertools.product((64, 128, 256), (np.nan, np.inf, 3e38))),
-        {(64, np.inf), (64, 3e38), (128, np.nan), (128, 3e38), (256, np.inf)},
+        list(itertools.product((64, 80, 128, 256), (np.nan, np.inf, 3e38))),
+        {(64, np.inf), (64, 3e38), (80, np.inf), (80, 3e38)}
+        | {(128, np.nan), (128, 3e38), (256, np.inf)},
     ),
 )
 def test_hidden_keys_and_values_may_be_anything(d, filling, interpreted):
@@ -265,19 +270,19 @@ def test_empty_queries_may_be_nan(interpreted):
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("d", "config"),
     [
-        kernel_config.BackwardConfig(do_stages=3, split_edges=False),
-        kernel_config.BackwardConfig(block_q=128, parts=2, take_turns=False),
+        (128, kernel_config.BackwardConfig(do_stages=3, split_edges=False)),
+        (96, kernel_config.BackwardConfig(do_stages=3, split_edges=False)),
+        (64, kernel_config.BackwardConfig(block_q=128, parts=2, take_turns=False)),
     ],
-    ids=["D128", "D64"],
 )
-def test_the_kernel_zeroes_queries_without_gradient(config, interpreted, monkeypatch):
+def test_the_kernel_zeroes_queries_without_gradient(d, config, interpreted, monkeypatch):
     """Of own keys, where intervals are known at run time; no pass over the arrays does it."""
     monkeypatch.setattr(backend, "can_have_empty_rows", lambda *_: False)
     interpreted(config=config)
     cu_q, cu_k = i32(0, 40, 90, 200, 220), i32(0, 70, 70, 130, 140)
-    q, k, v = (x[0] for x in qkv(1, 240, 150, 1, 1, 64 if config.splits_rows else 128))
+    q, k, v = (x[0] for x in qkv(1, 240, 150, 1, 1, d))
     do, dlse = cotangents(q, v)
     clean = {"do": do.copy(), "dlse": dlse}
     want = oracle64.ragged_attention_grads(q, k, v, cu_q=cu_q, cu_k=cu_k, is_causal=True, **clean)
@@ -411,6 +416,26 @@ def run_without(layout, barrier):
     check(run(q, k, v, do, dlse), want)
 
 
+@pytest.mark.parametrize(
+    ("dims", "padded"),
+    [
+        ((8, 64), (64, 64)),
+        ((65, 64), (80, 64)),
+        ((80, 72), (80, 80)),
+        ((96, 72), (96, 96)),
+        ((64, 81), (80, 96)),  # no halves of 32 columns
+        ((64, 97), (128, 128)),
+        ((88, 97), (96, 128)),
+        ((97, 65), (128, 128)),
+        ((80, 129), (128, 192)),
+        ((193, 96), (256, 128)),
+    ],
+)
+def test_dims_are_padded_to_what_has_tiles(dims, padded):
+    assert kernel_config.padded_dims(*dims) == padded
+    assert not {80, 96} & {*kernel_config.padded_dims(*dims, is_split=True)}
+
+
 def test_configs_ask_for_no_more_than_there_is():
     with pytest.raises(ValueError, match="consumer_registers=248"):
         kernel_config.BackwardConfig(consumer_registers=248)
@@ -422,8 +447,15 @@ def test_configs_ask_for_no_more_than_there_is():
         kernel_config.BackwardConfig(block_q=128, parts=4)
 
 
+def test_own_gradients_want_halves(interpreted):
+    interpreted(config=kernel_config.BackwardConfig(own_gradients=True))
+    q, k, v = qkv(1, 64, 64, 1, 1, 96)
+    with pytest.raises(ValueError, match="head_dim=96: own gradients want halves"):
+        run(q, k, v, *cotangents(q, v))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("d", [64, 80, 96, 128, 192, 256])
 def test_twenty_runs_agree(d, interpreted):
     """dk and dv bit for bit; dq to its last bits, which depend on the order of sums."""
     q, k, v = qkv(2, 1000, 1000, 8, 4, d)

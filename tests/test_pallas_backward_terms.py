@@ -148,6 +148,11 @@ CASES = {
         {"bias": bias_of(1, 2, 150, 150, dtype="bfloat16"), "local_window_size": (60, 20)},
         {"bias": bias_of(1, 2, 150, 150, dtype="bfloat16"), "window": (60, 20)},
     ),
+    "full bias, unequal shares": (
+        (1, 70, 130, 2, 1, 88),
+        {"bias": bias_of(1, 2, 70, 130, dtype="bfloat16")},
+        None,
+    ),
     "full bias, own gradients, lengths": (
         (2, 70, 131, 2, 1, 192),
         {"bias": bias_of(1, 1, 70, 131), "key_value_seq_lengths": i32(100, 0)},
