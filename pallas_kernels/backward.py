@@ -17,8 +17,9 @@ the schedule (:func:`pallas_kernels.schedule.make_for_keys`). Two layouts:
 
     own keys        D and Dv up to 128. Each consumer has 64 keys; P' and dS' stay in its registers
                     as operands of dV and dK. dS' also goes through shared memory, and each makes
-                    half of dQ, one step late: so neither waits for the other, and one works on its
-                    softmax while the other occupies the tensor cores (they take turns).
+                    half of dQ, or nearly so in whole tiles, one step late: so neither waits for the
+                    other, and one works on its softmax while the other occupies the tensor cores
+                    (they take turns).
     own gradients   up to 256, where dK and dV of the same keys do not fit into one warpgroup; and
                     in fp32. Both have the same 64 keys: one makes S', P' and dV, the other dP', dS'
                     and dK. P' (rounded) and dS' go through shared memory. Each makes half of dQ,
