@@ -311,6 +311,7 @@ def grad_name(name):
     return f"d{ORACLE_NAMES.get(name, name)}"
 
 
+@pytest.mark.filterwarnings("ignore:jax_flash. the gradient of attention:UserWarning")  # is lent
 @pytest.mark.parametrize(
     ("case", "implementation"),
     mostly_on_gpu(ALL_PAIRS, ON_GPU_ONLY),

@@ -295,7 +295,7 @@ def test_every_setting_is_an_option_of_the_command():
 def test_the_preset_for_a_gpu_is_that_of_nanogpt():
     preset = PRESETS["shakespeare-char"]
     assert (preset.num_layers, preset.num_heads, preset.width) == (6, 6, 384)
-    assert (preset.context_length, preset.batch_size, preset.steps) == (256, 64, 5000)
+    assert (preset.context_length, preset.batch_size, preset.steps) == (256, 64, 2000)
     assert (preset.learning_rate, preset.min_learning_rate) == (1e-3, 1e-4)
     assert (preset.warmup_steps, preset.beta2, preset.dropout_rate) == (100, 0.99, 0.2)
 
