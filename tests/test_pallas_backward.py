@@ -445,6 +445,11 @@ def test_configs_ask_for_no_more_than_there_is():
         kernel_config.BackwardConfig(ds_buffers=1)
     with pytest.raises(ValueError, match="parts=4"):
         kernel_config.BackwardConfig(block_q=128, parts=4)
+    with pytest.raises(ValueError, match="kv_stages=2: 1 with own gradients"):
+        kernel_config.BackwardConfig(own_gradients=True, kv_stages=2)
+    for own_gradients in (False, True):
+        with pytest.raises(ValueError, match="hands_over_in_ds"):
+            kernel_config.BackwardConfig(own_gradients=own_gradients, hands_over_in_ds=True)
 
 
 def test_own_gradients_want_halves(interpreted):

@@ -373,6 +373,27 @@ def test_what_is_hidden_may_be_anything(name, d, soft_cap):
         assert not np.asarray(got.bias)[..., ::3].any()
 
 
+@pytest.mark.parametrize(
+    ("shape", "d"),
+    [
+        ((1, 1), 64),
+        ((2, 2), 128),
+        pytest.param((2, 1), 80, marks=pytest.mark.gpu),
+        pytest.param((2, 2), 192, marks=pytest.mark.gpu),
+    ],
+)
+def test_queries_that_a_mask_leaves_without_keys_may_be_anything(shape, d):
+    """Beside others of a tile. Where consumers have keys of their own, the kernel zeroes them."""
+    q, k, v = qkv(2, 140, 150, 2, 1, d)
+    do, dlse = cotangents(q, v)
+    mask = mask_of(*shape, 140, 150)
+    mask[-1, -1, 70:90] = False
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, mask=mask)
+    sees_nothing = np.broadcast_to(~mask.any(axis=3), (2, 2, 140)).swapaxes(1, 2)
+    q[sees_nothing], do[sees_nothing] = np.nan, np.inf
+    check(run(q, k, v, do, dlse, mask=mask), want)
+
+
 def test_queries_that_see_a_nan_in_the_bias_have_no_gradient():
     q, k, v = qkv(1, 70, 100, 2, 1, 64)
     do, dlse = cotangents(q, v)
