@@ -303,7 +303,7 @@ def largest_term_of_dq(case):
     k, v = (np.repeat(arrays[name], case.hq // case.hk, axis=2) for name in ("key", "value"))
     dp = np.einsum("bthd,bshd->bhts", do, v)
     terms = np.einsum("bhts,bshd->bhtsd", dp, k)
-    return float(np.abs(terms).max()) * (case.d**-0.5 if case.scale is None else case.scale)
+    return float(np.abs(terms).max()) * abs(case.d**-0.5 if case.scale is None else case.scale)
 
 
 def grad_name(name):
