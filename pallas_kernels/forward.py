@@ -25,9 +25,10 @@ Key tiles: the schedule (:mod:`pallas_kernels.schedule`) lists for each query ti
 load, for each warpgroup the part of it to visit, and inside that the part that needs no mask. In
 the rest, columns are compared with the first and last visible key of each row.
 
-Constraints: fp16 or bf16; D and Dv of :data:`~pallas_kernels.config.HEAD_DIMS`; lengths are
-multiples of 8 (a tiled TMA copy needs that; the wrapper pads, the true lengths are in the problem).
-Missing rows of K and V are read as zeros, surplus rows of out are not written, lse has whole tiles.
+Constraints: fp16 or bf16, or fp32 as three parts of bf16 (:mod:`pallas_kernels.split`); D and Dv of
+:data:`~pallas_kernels.config.HEAD_DIMS`, in fp32 of ``SPLIT_HEAD_DIMS``; lengths are multiples of 8
+(a tiled TMA copy needs that; the wrapper pads, the true lengths are in the problem). Missing rows
+of K and V are read as zeros, surplus rows of out are not written, lse has whole tiles.
 
 Bad values: hidden scores are replaced, so that a NaN in K harms nobody. A hidden row of V that
 shares a tile with visible ones is multiplied by 0, where NaN and inf survive: rows of O that end up

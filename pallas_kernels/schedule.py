@@ -206,6 +206,7 @@ def _tiles_of_words(
         lengths: Tq and Tk.
         blocks: queries and keys of a tile; along ``axis`` a multiple of 64.
     """
+    assert blocks[axis - 2] % 64 == 0, "a tile must have whole halves of words"
     other = 5 - axis
     quads = words.reshape(*words.shape[:axis], -1, 4, *words.shape[axis + 1 :])
     at = functools.partial(jax.lax.index_in_dim, keepdims=False)
