@@ -182,6 +182,9 @@ CONFIGS = {
     "own gradients": kernel_config.BackwardConfig(
         own_gradients=True, ds_buffers=1, q_stages=1, dq_columns=32, split_edges=False
     ),
+    "P in the place of dS": kernel_config.BackwardConfig(
+        own_gradients=True, ds_buffers=1, do_stages=1, hands_over_in_ds=True
+    ),
 }
 
 
