@@ -3,6 +3,7 @@
 The kernel is given the residuals of the dense implementation, so that it alone is at stake.
 """
 
+import dataclasses
 import inspect
 
 import jax
@@ -13,8 +14,9 @@ import pytest
 from jax_flash import backends, calls, dot_product_attention, reference, vjp
 from jax_flash.mask import Mask, dropout_keep, dropout_seeds
 from jax_flash.spec import Residuals
-from pallas_kernels import backend, schedule
+from pallas_kernels import backend, backward, schedule
 from pallas_kernels import backward_config as kernel_config
+from pallas_kernels.config import Problem
 from tests import oracle64
 from tests.kernel_cases import FP32_TOLERANCE, ON_GPU, WITH_RACES, i32, mostly_on_gpu, qkv, rand
 from tests.tolerance import fast_jit
@@ -392,6 +394,19 @@ def test_queries_that_a_mask_leaves_without_keys_may_be_anything(shape, d):
     sees_nothing = np.broadcast_to(~mask.any(axis=3), (2, 2, 140)).swapaxes(1, 2)
     q[sees_nothing], do[sees_nothing] = np.nan, np.inf
     check(run(q, k, v, do, dlse, mask=mask), want)
+
+
+def test_gradients_of_terms_take_the_room_of_a_second_k_and_v():
+    sizes = {"batch": 1, "q_len": 64, "kv_len": 64, "num_q_heads": 1, "num_kv_heads": 1}
+    dims = {"head_dim": 64, "value_dim": 64, "dtype": jnp.dtype("bfloat16"), "scale": 1.0}
+    problem = Problem(**sizes, **dims, mask=Mask(), has_alibi=True)
+    config = kernel_config.default_config(problem)
+    assert config.kv_stages == 2
+    assert backward.fitting(problem, config, ()) == config
+    less = dataclasses.replace(config, kv_stages=1)
+    assert backward.fitting(problem, config, ("dslopes",)) == less
+    with pytest.raises(ValueError, match=r"q_stages=4.*takes \d+ bytes of shared memory"):
+        backward.fitting(problem, dataclasses.replace(config, q_stages=4), ())
 
 
 def test_queries_that_see_a_nan_in_the_bias_have_no_gradient():
