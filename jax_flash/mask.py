@@ -58,10 +58,11 @@ class Mask:
         q_segments: ``[B|1, Tq]``; a key is visible only if its segment id is equal.
         kv_segments: ``[B|1, Tk]``.
         array: bool ``[B|1, Hq|1, Tq|1, Tk|1]``; True is visible.
-        q_starts: ``[B|1, Tk]``, where something above differs from query to query: what it says,
-            by key. Queries before it do not see the key;
-        q_ends: ``[B|1, Tk]``: nor do those at or past it;
-        kv_offsets: ``[B|1, Tk]``: ``q_offsets`` of all others.
+        q_starts: ``[B|1, Tk]``: queries before it do not see the key. This and the next two say by
+            key what ``kv_starts``, ``kv_ends`` and ``q_offsets`` say by query, for
+            :meth:`column_ranges`; they are there where those differ from query to query.
+        q_ends: ``[B|1, Tk]``: queries at or past it do not see the key.
+        kv_offsets: ``[B|1, Tk]``, the offset of the queries in between.
     """
 
     is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
