@@ -254,7 +254,7 @@ def _problems_with_terms() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
         "boolean mask": ({}, {}, mask),
         "everything": ({**alibi, **rest, "bias": bias}, rates, mask),
     }
-    for name, problem, arrays in _problems([(64, 64), (128, 128), (256, 256)]):
+    for name, problem, arrays in _problems([(64, 64), (96, 96), (128, 128), (256, 256)]):
         if "float16" in name and "bfloat16" not in name:
             continue
         if not any(x in name for x in ("causal", "lengths")):
@@ -263,6 +263,8 @@ def _problems_with_terms() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
             if "lengths" in name and (term != "everything" or problem.head_dim != 128):
                 continue
             if problem.head_dim == 256 and term not in ("bias", "everything"):
+                continue
+            if problem.head_dim == 96 and term not in ("bias", "boolean mask", "everything"):
                 continue
             if problem.parts > 1 and term not in ("bias fp32", "everything"):
                 continue
@@ -312,7 +314,8 @@ def backward_cases() -> Iterator[Case]:
     for name, problem, (q, k, v), terms in itertools.chain(plain, _problems_with_terms()):
         do = jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), q.dtype)
         rows = jax.ShapeDtypeStruct((2, 4, problem.q_len), jnp.float32)
-        has_room = problem.parts == 1 or max(problem.head_dim, problem.value_dim) <= 64
+        dims = problem.head_dim, problem.value_dim
+        has_room = not backward_config.fills_memory(problem.dtype, *dims)
         if not has_room and problem.dropout_rate > 0.0:
             continue  # another implementation's
         wanted = backward_terms.Wanted(

@@ -63,7 +63,7 @@ def how(spec: AttentionSpec) -> str | None:
 
 def declines_gradient(spec: AttentionSpec) -> str | None:
     """Why the backward kernel does not compute a gradient of a call that the forward computes."""
-    if spec.dtype == "float32" and max(spec.head_dim, spec.value_dim) > 64:
+    if backward_config.fills_memory(spec.dtype, spec.head_dim, spec.value_dim):
         # Shared memory is full of the parts of tiles.
         names = ("bias", "alibi_slopes")
         wanted = [

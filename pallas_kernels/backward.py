@@ -130,8 +130,8 @@ def attention_backward(
         interpret: run in interpret mode, on a CPU.
 
     Returns:
-        dq fp32 ``[B, Tq'', Hq, D]`` with surplus rows, without the factor ``scale`` unless q is
-        fp32, too;
+        dq fp32 ``[B, Tq'', Hq, D]`` with surplus rows, times ``scale`` where q is fp32 and without
+        that factor where it has 16 bits;
         dk ``[B, Tk', Hk, D]`` and dv ``[B, Tk', Hk, Dv]``; and what
         :func:`pallas_kernels.backward_terms.sums` declares.
     """
@@ -260,15 +260,17 @@ def fitting(problem: Problem, config: BackwardConfig, extra: Sequence[str]) -> B
     def smem_bytes(config: BackwardConfig) -> int:
         return tiles.smem_bytes(scratch_tree(problem, config, ops, extra))
 
-    if smem_bytes(config) > tiles.MAX_SMEM_BYTES:
-        # A second K and V, the bias's last tile, or the second dS' gives way.
+    while (taken := smem_bytes(config)) > tiles.MAX_SMEM_BYTES:
+        # A second K and V, a tile of the bias, or the second dS' gives way.
         if config.kv_stages > 1:
             less = {"kv_stages": 1}
         elif config.bias_stages:
             less = {"bias_stages": config.bias_stages - 1}
-        else:
+        elif config.own_gradients and config.ds_buffers > 1:
             less = {"ds_buffers": 1}
+        else:
+            raise ValueError(
+                f"{config} takes {taken} bytes of shared memory of {tiles.MAX_SMEM_BYTES}"
+            )
         config = dataclasses.replace(config, **less)
-    if (taken := smem_bytes(config)) > tiles.MAX_SMEM_BYTES:
-        raise ValueError(f"{config} takes {taken} bytes of shared memory of {tiles.MAX_SMEM_BYTES}")
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from pallas_kernels import tiles
 from pallas_kernels.config import Problem
@@ -99,13 +100,21 @@ class BackwardConfig:
         return self.block_q > _ROWS
 
 
+def fills_memory(dtype: Any, head_dim: int, value_dim: int) -> bool:
+    """Whether the parts of fp32 tiles fill shared memory.
+
+    Then dropout has no room, nor have gradients of terms that are summed up in the kernel.
+    """
+    return dtype == "float32" and max(head_dim, value_dim) > 64
+
+
 def default_config(problem: Problem) -> BackwardConfig:
     """The configuration for a problem: the fastest of those measured (docs/log.md)."""
     widest = max(problem.head_dim, problem.value_dim)
     # A branch spills less, unless only the first tiles are masked.
     split_edges = problem.mask.has_static_ranges and problem.mask.window is None
     ids = problem.mask.q_segments is not None  # compared in the branch
-    if problem.parts > 1 and widest > 64:
+    if fills_memory(problem.dtype, problem.head_dim, problem.value_dim):
         return BackwardConfig(
             own_gradients=True,
             q_stages=1,
@@ -114,7 +123,7 @@ def default_config(problem: Problem) -> BackwardConfig:
             dq_columns=16,
             hands_over_in_ds=True,
             split_edges=split_edges,
-            spill_bytes=224 + _more_spill_bytes(problem),
+            spill_bytes=224 + _more_spill_bytes(problem),  # 116 with segments, 332 with a bias
         )
     if problem.parts > 1:
         return BackwardConfig(
@@ -142,7 +151,7 @@ def default_config(problem: Problem) -> BackwardConfig:
         bias_stages = _bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32)
         spill_bytes = 128 if ids else 48
         if widest <= 96:
-            spill_bytes = 32 if ids else 8
+            spill_bytes = 32 if ids else 8  # 24 with segments and JAX 0.12, else 0 or 8
         return BackwardConfig(
             do_stages=2 if bias_stages else 3,
             bias_stages=bias_stages,
