@@ -4,19 +4,25 @@ As each takes seconds, these are a third of the cases; ``python -m bench aot`` c
 """
 
 import argparse
+import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
 
 from bench import aot
+from jax_flash import backends, ragged_attention
+from jax_flash.spec import Device
 
 ROOT = Path(__file__).parents[1]
 
 
+PULLBACK = "pullback"
 HEAVY_TERMS = ("soft cap, dropout, sinks", "bias")
 
 
@@ -41,15 +47,13 @@ def test_every_kernel_lowers_for_cuda():
             assert "mosaic_gpu" in lowered.as_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["forward", "backward", "ladder"])
-def test_kernels_pass_ptxas(kernel):
-    """In a process of its own: the plugin is loaded where it is not in use."""
+def in_a_process_of_its_own(task):
+    """The plugin is loaded where it is not in use."""
     reason = aot.unavailable()
     if reason is not None:
         pytest.skip(reason)
     result = subprocess.run(
-        [sys.executable, "-m", "tests.test_aot", kernel],
+        [sys.executable, "-m", "tests.test_aot", task],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -57,8 +61,51 @@ def test_kernels_pass_ptxas(kernel):
         timeout=1000,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.splitlines()[-1] == "0 failed"
-    assert result.stdout.count(f"\n{kernel} D" if kernel != "ladder" else "\nladder ") > 10
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["forward", "backward", "ladder"])
+def test_kernels_pass_ptxas(kernel):
+    printed = in_a_process_of_its_own(kernel)
+    assert printed.splitlines()[-1] == "0 failed"
+    assert printed.count(f"\n{kernel} D" if kernel != "ladder" else "\nladder ") > 10
+
+
+@pytest.mark.slow
+def test_no_program_has_the_fusion_that_xla_gets_wrong():
+    """One that transposes the log-sum-exp and compares it, too: packed gradients were wrong."""
+    name, count, *wrong = in_a_process_of_its_own(PULLBACK).splitlines()
+    assert name == PULLBACK
+    assert int(count) > 10
+    assert wrong == []
+
+
+def pullback_of_packed_documents():
+    """The optimised HLO for an H200, where the pullback is compiled by itself."""
+    tokens = jax.ShapeDtypeStruct((16384, 16, 64), "bfloat16")
+    boundaries = jax.ShapeDtypeStruct((9,), "int32")
+    attend = functools.partial(ragged_attention, is_causal=True, implementation="mosaic")
+
+    def with_pullback(q, k, v, cu_seqlens):
+        return jax.vjp(lambda *qkv: attend(*qkv, cu_seqlens), q, k, v)
+
+    hopper = Device("gpu", "9.0", "NVIDIA H200")
+    with mock.patch.object(backends, "device_of", return_value=hopper):
+        pullback = jax.eval_shape(with_pullback, tokens, tokens, tokens, boundaries)[1]
+        jitted = jax.jit(
+            lambda pullback, do: pullback(do),
+            in_shardings=aot._sharding(),
+            out_shardings=aot._sharding(),
+        )
+        lowered = jitted.trace(pullback, tokens).lower(lowering_platforms=("cuda",))
+    return lowered.compile().as_text()
+
+
+def transposes_and_compares(fusion):
+    """Of a fused computation in HLO: whether it has results of numbers and of truths."""
+    results = fusion.partition("\n")[0].partition("->")[2]
+    return " transpose(" in fusion and "pred[" in results and "f32[" in results
 
 
 def test_a_failure_is_one():
@@ -70,6 +117,14 @@ def test_a_failure_is_one():
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == PULLBACK:
+        assert aot.unavailable() is None  # which finds the plugin
+        fusions = re.findall(
+            r"^%fused.*?^}", pullback_of_packed_documents(), re.MULTILINE | re.DOTALL
+        )
+        wrong = [x.partition("\n")[0] for x in fusions if transposes_and_compares(x)]
+        print(PULLBACK, len(fusions), *wrong, sep="\n")
+        sys.exit()
     all_cases = aot.cases
     aot.cases = lambda: (case for case in all_cases() if is_compiled_here(case.name))
     sys.exit(aot.run(argparse.Namespace(match=sys.argv[1])))
