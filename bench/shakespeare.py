@@ -38,7 +38,8 @@ PUBLISHED_LOSS = 1.4697  # validation loss of nanoGPT (Karpathy, 2022) for this 
 RUNS: dict[str, tuple[str, ...]] = {
     f"MiniGPT {PRESET}, GPT-2 style": (),
     f"MiniGPT {PRESET}, modern options": (
-        *("--norm", "rmsnorm", "--mlp", "swiglu", "--position", "rope", "--dropout-rate", "0.3"),
+        *("--norm", "rmsnorm", "--mlp", "swiglu", "--position", "rope"),
+        *("--dropout-rate", "0.3", "--weight-decay", "2.0"),
     ),
 }
 VALIDATION, TRAINING = "validation", "training"  # modes
