@@ -98,7 +98,8 @@ def test_rows_are_what_the_log_says(command, on_a_gpu, tmp_path):
         *("--implementation", "mosaic", "--data", str(on_a_gpu)),
     ]
     assert modern[len(plain) :] == [
-        *("--norm", "rmsnorm", "--mlp", "swiglu", "--position", "rope", "--dropout-rate", "0.3"),
+        *("--norm", "rmsnorm", "--mlp", "swiglu", "--position", "rope"),
+        *("--dropout-rate", "0.3", "--weight-decay", "2.0"),
     ]
     assert env["JAX_ENABLE_COMPILATION_CACHE"] == "false"
     assert "XLA_PYTHON_CLIENT_ALLOCATOR" not in env
