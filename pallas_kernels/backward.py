@@ -63,6 +63,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -190,9 +191,21 @@ def attention_backward(
         affordable = _SLAB_BYTES // max(4 * math.prod(dq_shape), 1)
         slabs = max(min(num_kv_tiles, num_blocks // (batch * num_heads), affordable), 1)
     dq_shape = (slabs * batch, *dq_shape[1:])
+    table, first = None, {}
+    if not deterministic:
+        group = head_group(problem, config)
+        # Batch elements that share a bias read it, and add to its gradient, one after another.
+        is_shared = problem.has_bias_tiles and problem.bias.shape[0] == 1
+        table = schedules.make_for_keys(
+            ranges, batch, num_heads, num_blocks, group, marks=marks, batch_first=is_shared
+        )
+        if "dbias" in extra and _writes_bias(problem, config, ranges, table):
+            first = {"dbias": extra.pop("dbias")}
+            rows_written = problem.num_q_heads, num_kv_tiles, GROUPS
+            extra["dbias_rows"] = jax.ShapeDtypeStruct(rows_written, jnp.int32)
     # A deterministic launch writes some rows of dk and dv, another launch the others.
     sums = (*(("dq", "dk", "dv") if deterministic else ("dq",)), *extra)
-    outputs = {} if deterministic else {"dk": k, "dv": v}
+    outputs = {} if deterministic else {"dk": k, "dv": v, **first}
 
     def body(*refs: Ref, **buffers: Ref) -> None:
         named = dict(zip(("schedule", *inputs, *sums, *outputs), refs, strict=True))
@@ -220,13 +233,10 @@ def attention_backward(
     def add_up(refs: Any) -> None:
         dq, dk, dv, *others = refs
         if not deterministic:
-            group = head_group(problem, config)
-            # Batch elements that share a bias read it, and add to its gradient, one after another.
-            is_shared = problem.has_bias_tiles and problem.bias.shape[0] == 1
-            table = schedules.make_for_keys(
-                ranges, batch, num_heads, num_blocks, group, marks=marks, batch_first=is_shared
-            )
-            dk[...], dv[...] = kernel(jnp.asarray(table), *inputs.values(), dq, *others)
+            added, written = others[: len(extra)], (dk, dv, *others[len(extra) :])
+            results = kernel(jnp.asarray(table), *inputs.values(), dq, *added)
+            for ref, result in zip(written, results, strict=True):
+                ref[...] = result
             return
         rounds = schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs, marks=marks)
         tables = jnp.asarray(rounds)
@@ -238,10 +248,46 @@ def attention_backward(
 
     # Not jax.new_ref: its effect would be seen outside, where custom derivatives know none.
     zeros = [jnp.full(dq_shape, zero), jnp.zeros_like(k), jnp.zeros_like(v)]
-    zeros += [jnp.zeros(x.shape, x.dtype) for x in extra.values()]
+    more = extra | first
+    zeros += [jnp.zeros(x.shape, x.dtype) for x in more.values()]
     dq, dk, dv, *others = pl.run_state(add_up)(zeros)
     dq = dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0) if slabs > 1 else dq
-    return dq, dk, dv, dict(zip(extra, others, strict=True))
+    found = dict(zip(more, others, strict=True))
+    if first:
+        found["dbias"] = _without_unvisited(found["dbias"], ranges, config)
+    return dq, dk, dv, found
+
+
+def _writes_bias(
+    problem: Problem,
+    config: BackwardConfig,
+    ranges: schedules.QueryRanges,
+    table: Any,
+) -> bool:
+    """Whether the first batch element may write a bias's gradient, for the others to add to.
+
+    That saves zeros, which would be written and read again. All batch elements must visit the same
+    tiles, known at trace time, a tile must be of one head, and a thread block must be able to wait
+    for another: all of them run at the same time.
+    """
+    if config.own_gradients or problem.bias.shape[1] != problem.num_q_heads:
+        return False
+    if not isinstance(table, np.ndarray) or problem.mask.array is not None or len(ranges.lo) > 1:
+        return False
+    return schedules.can_await_first(table, problem.batch, problem.num_kv_heads)
+
+
+def _without_unvisited(
+    dbias: Array, ranges: schedules.QueryRanges, config: BackwardConfig
+) -> Array:
+    """A bias's gradient ``[B|1, Hq, rows, keys]`` with zeros where there is no tile to write it."""
+    sizes = dbias.shape[2] // config.block_q, dbias.shape[3] // config.block_kv
+    q_tile = np.arange(sizes[0])[:, None]
+    visited = (ranges.lo[0] <= q_tile) & (q_tile < ranges.hi[0])
+    if visited.all():
+        return dbias
+    tiled = dbias.reshape(*dbias.shape[:2], sizes[0], config.block_q, sizes[1], config.block_kv)
+    return jnp.where(visited[:, None, :, None], tiled, 0.0).reshape(dbias.shape)
 
 
 def fitting(problem: Problem, config: BackwardConfig, extra: Sequence[str]) -> BackwardConfig:

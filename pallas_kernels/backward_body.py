@@ -25,7 +25,15 @@ from pallas_kernels.backward_config import (
     dq_shares,
     transposes_bias,
 )
-from pallas_kernels.backward_tiles import KEY_SUMS, ROWS, Step, Tiles, key_vectors
+from pallas_kernels.backward_tiles import (
+    ALL_ROWS,
+    KEY_SUMS,
+    ROWS,
+    Step,
+    Tiles,
+    choose,
+    key_vectors,
+)
 from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops, loop_between
 
@@ -297,7 +305,18 @@ class Kernel(Tiles):
             full = refs["k_full"].at[kv_slot]
             plgpu.copy_gmem_to_smem(source, target.at[kv_slot, place], full)
 
+        def await_first_of_bias(head: Any, row: Any) -> None:
+            for group in range(GROUPS):
+                rows = refs["dbias_rows"].at[head, tile.kv_tile, pl.ds(group, 1)]
+                self.ops.await_value(rows, row + config.block_q)
+
         def load_tile(turn: Any, at: tuple[Any, ...], row: Any) -> None:
+            if "dbias_rows" in refs:
+                choose(
+                    self.is_first_of_bias(batch),
+                    lambda: None,
+                    lambda: await_first_of_bias(at[1], row),
+                )
             # A bias is read at the start of a step, Q until the end of it: so its place is free
             # sooner, unless a step has several parts.
             if config.parts == 1:
@@ -440,6 +459,11 @@ class Kernel(Tiles):
 
             carry, total = self.for_each_query_tile(tile, step, (carry, sums))
             self.store_sums(total, at.batch, head, self.first_key(at.key))
+            choose(
+                self.is_first_of_bias(at.batch),
+                lambda: self.publish_bias(head, at.key, ALL_ROWS),
+                lambda: None,
+            )
             return carry
 
         return self.for_each_query_head(walk_head, carry)

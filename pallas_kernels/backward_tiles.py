@@ -5,10 +5,13 @@ Keys are rows and queries are columns. See :mod:`pallas_kernels.backward`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,6 +20,7 @@ from jax_flash.mask import dropout_threshold
 from pallas_kernels import ops as primitives
 from pallas_kernels import schedule as schedules
 from pallas_kernels import tiles
+from pallas_kernels.backward_config import GROUPS
 from pallas_kernels.backward_terms import folds_positions
 from pallas_kernels.column_sums import add_column_sums
 from pallas_kernels.config import Problem
@@ -29,6 +33,7 @@ Ref = Any
 ROWS = tiles.WARPGROUP_ROWS
 QUERY_BOUNDS = ("query_start", "query_end")  # of keys, where they are known at run time only
 KEY_SUMS = ("dbias_keys", "dslopes")  # gradients of terms that are sums over queries
+ALL_ROWS = np.iinfo(np.int32).max
 
 
 def key_vectors(problem: Problem) -> tuple[str, ...]:
@@ -312,10 +317,43 @@ class Tiles:
             staging = self.refs["dbias_s"]
             source = staging.at[self.warpgroup if staging.shape[0] > 1 else 0]
         count = source.shape[0]
+        is_first = self.is_first_of_bias(step.batch)
         for first in range(0, ds.shape[1], count):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            choose(
+                is_first if first == 0 else False,
+                lambda: self.publish_bias(step.head, step.key, row),
+                lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True),
+            )
             self.ops.store_transposed(source, ds[:, first : first + count])
             plgpu.commit_smem()
             at = pl.ds(row + first, count), pl.ds(key, ROWS)
             target = self.terms.of("dbias", step.batch, step.head).at[at]
-            self.ops.reduce_store(source, target)
+            choose(
+                is_first,
+                functools.partial(plgpu.copy_smem_to_gmem, source, target),
+                functools.partial(self.ops.reduce_store, source, target),
+            )
+
+    def is_first_of_bias(self, batch: Any) -> Any:
+        """Whether a batch element writes its part of the bias's gradient, before others add to it.
+
+        Otherwise all of them add to zeros.
+        """
+        if "dbias_rows" not in self.refs:
+            return False
+        return True if self.refs["dbias"].shape[0] > 1 else batch == 0
+
+    def publish_bias(self, head: Any, key: Any, rows: Any) -> None:
+        """Tells other batch elements that the first ``rows`` of the bias's gradient are there."""
+        plgpu.wait_smem_to_gmem(0)
+        kv_tile = lax.div(key, jnp.int32(GROUPS * ROWS))
+        place = head, kv_tile, pl.ds(self.warpgroup, 1)
+        self.ops.publish(self.refs["dbias_rows"].at[place], rows)
+
+
+def choose(condition: Any, yes: Callable[[], None], no: Callable[[], None]) -> None:
+    """Runs one of two functions; a condition that is known at trace time leaves one."""
+    if isinstance(condition, bool):
+        (yes if condition else no)()
+    else:
+        lax.cond(condition, yes, no)

@@ -444,6 +444,24 @@ class Ops:
             target[...] = target[...] + source[...]
             plgpu.commit_smem()
 
+    def publish(self, ref: Ref, value: Any) -> None:
+        """Writes an int32 to ``ref`` ``[1]`` in global memory, for other thread blocks to see.
+
+        They then see all that this warpgroup has written, if it has waited for what TMA writes.
+        """
+        if self.interpret is None:
+            registers.publish(ref, jnp.asarray(value, jnp.int32))
+        else:
+            ref[...] = jnp.full(ref.shape, value, jnp.int32)
+
+    def await_value(self, ref: Ref, value: Any) -> None:
+        """Waits until another thread block has published ``value`` or more.
+
+        Nothing to wait for in interpret mode, where blocks run one after another.
+        """
+        if self.interpret is None:
+            registers.await_value(ref, jnp.asarray(value, jnp.int32))
+
     def fence_reads(self) -> None:
         """Lets TMA write where this thread has read, once it has arrived at a barrier."""
         if self.interpret is None:

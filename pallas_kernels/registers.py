@@ -50,6 +50,39 @@ def proxy_fence() -> None:
     emit()
 
 
+def publish(ref: Ref, value: Array) -> None:
+    """See :meth:`Ops.publish`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def emit(_: Any, ref: Any, value: Any) -> None:
+        mgpu.utils.inline_ptx(
+            "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; "
+            "and.b32 thread, thread, 127; setp.eq.u32 first, thread, 0; "
+            "@first st.release.gpu.s32 [$0], $1; }",
+            mgpu.utils.memref_ptr(ref),
+            value.registers[()],
+            has_side_effects=True,
+        )
+
+    emit(ref, value)
+
+
+def await_value(ref: Ref, value: Array) -> None:
+    """See :meth:`Ops.await_value`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def emit(_: Any, ref: Any, value: Any) -> None:
+        mgpu.utils.inline_ptx(
+            "{ .reg .pred less; .reg .s32 found; AGAIN: ld.acquire.gpu.s32 found, [$0]; "
+            "setp.lt.s32 less, found, $1; @less bra AGAIN; fence.proxy.async.global; }",
+            mgpu.utils.memref_ptr(ref),
+            value.registers[()],
+            has_side_effects=True,
+        )
+
+    emit(ref, value)
+
+
 def opaque_zero() -> Array:
     """See :meth:`Ops.opaque_zero`."""
     from jaxlib.mlir import ir

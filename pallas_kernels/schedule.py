@@ -548,6 +548,30 @@ def make_for_keys(
     return _key_words(ranges, marks, tiles, batch * num_kv_heads, xp)
 
 
+def can_await_first(table: np.ndarray, batch: int, num_kv_heads: int) -> bool:
+    """Whether thread blocks may wait until the first batch element's tile of the same keys is done.
+
+    That is so if they come to an end when each does: if no two wait for each other.
+
+    Args:
+        table: of :func:`make_for_keys`, of blocks that all run at the same time.
+        batch: batch elements.
+        num_kv_heads: key heads.
+    """
+    kv_tile, (element, head) = table[..., 0], np.divmod(table[..., 1], num_kv_heads)
+    is_done = np.zeros((num_kv_heads, kv_tile.max(initial=0) + 1), bool)
+    block, place = np.arange(len(table)), np.zeros(len(table), np.int32)
+    while True:
+        now = block, place
+        is_left, is_first = kv_tile[now] >= 0, element[now] == 0
+        goes_on = is_left & (is_first | is_done[head[now], kv_tile[now]])
+        if not goes_on.any():
+            return not is_left.any()
+        done = block[goes_on & is_first], place[goes_on & is_first]
+        is_done[head[done], kv_tile[done]] = True
+        place += goes_on
+
+
 def make_in_rounds(
     ranges: QueryRanges,
     batch: int,

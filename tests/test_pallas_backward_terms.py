@@ -150,6 +150,11 @@ CASES = {
         {"bias": bias_of(1, 2, 150, 150, dtype="bfloat16"), "local_window_size": (60, 20)},
         {"bias": bias_of(1, 2, 150, 150, dtype="bfloat16"), "window": (60, 20)},
     ),
+    "full bias, shared, causal": (
+        (3, 150, 300, 2, 1, 64),
+        {"bias": bias_of(1, 2, 150, 300), "is_causal": True},
+        None,
+    ),
     "full bias, unequal shares": (
         (1, 70, 130, 2, 1, 88),
         {"bias": bias_of(1, 2, 70, 130, dtype="bfloat16")},
@@ -450,6 +455,25 @@ def test_lists_hold_the_query_tiles_that_see_a_key_tile(heads, is_causal):
                 assert entry % 2 == (not block.all() or block.shape != (64, 128))
     counts = visits[:, :, 0].reshape(-1, min(heads, 2), 3).sum(axis=1)
     np.testing.assert_array_equal(steps, counts if heads > 1 else 2 * counts)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 7, 132])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_thread_blocks_can_wait_for_the_first_batch_element(num_blocks, is_causal):
+    ranges, _ = schedule.find_query_ranges(Mask(is_causal=is_causal), 640, 640, 64, 128)
+    for head_group in (1, 3, 8):
+        table = schedule.make_for_keys(ranges, 4, 3, num_blocks, head_group, batch_first=True)
+        assert schedule.can_await_first(table, 4, 3)
+
+
+def test_thread_blocks_cannot_wait_for_what_comes_after_them():
+    """Two rows of two tiles, each of which begins with what needs the end of the other."""
+    table = np.zeros((2, 3, 7), np.int32)
+    table[:, 2, 0] = -1
+    table[0, :2, :2] = (0, 1), (1, 0)  # key tile, batch element
+    table[1, :2, :2] = (1, 1), (0, 0)
+    assert not schedule.can_await_first(table, 2, 1)
+    assert schedule.can_await_first(table[:, [1, 0, 2]], 2, 1)
 
 
 @pytest.mark.parametrize("num_blocks", [3, 200])
