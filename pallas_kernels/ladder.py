@@ -479,5 +479,5 @@ STAGES = {
     3: Stage("FlashAttention-2", _flash_attention_2),
     4: Stage("causal pruning", _flash_attention_2, prunes=True),
     5: Stage("swizzle", _flash_attention_2, prunes=True, swizzles=True),
-    6: Stage("ring", _flash_attention_2, prunes=True, swizzles=True, num_buffers=3),
+    6: Stage("ring", _flash_attention_2, prunes=True, swizzles=True, num_buffers=2),
 }
