@@ -227,7 +227,7 @@ def ladder_steps(runs: Runs) -> Figure:
             _step_label(n): (value, BLUE if impl == OURS else style.SKY)
             for n, (impl, value) in enumerate(zip(impls, values, strict=True), 1)
         }
-        panels.bars(ax, bars, texts, room=0.45)
+        panels.bars(ax, bars, texts, room=0.55)
         ax.set(title=f"D{head_dim}, causal, 4k tokens", xlabel="TFLOP/s")
     axes[0, 0].invert_yaxis()
     style.finish(figure, "The ladder, and its part of the matrix-product ceiling", [run.meta])
@@ -266,7 +266,8 @@ def counters(runs: Runs) -> Figure:
                 raise StaleError(f"it has no {name!r} of {kernel!r}")
             color = BLUE if kernel == "jax_flash_forward" else style.SKY
             bars[label] = amounts[name][kernel][case] * factor, color
-        panels.bars(ax, bars, (f"{v:.3g}" for v, _ in bars.values()), room=0.3, font_size=SMALL)
+        texts = (f"{v:.3g}" if v == 0 or v >= 0.01 else "< 0.01" for v, _ in bars.values())
+        panels.bars(ax, bars, texts, room=0.3, font_size=SMALL)
         ax.set_title(f"{name}, {unit}")
     axes[0, 0].invert_yaxis()
     style.finish(figure, f"Counters of the ladder, {profile.CASE.name}", [run.meta])
