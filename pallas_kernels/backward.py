@@ -44,9 +44,11 @@ are known without the kernel, the latter unless there is a soft cap.
 
 fp32 (:mod:`pallas_kernels.split`), up to D = 128: own gradients, three parts of each operand. Up to
 D = 64 P' is handed over in fp32, and K or V stays in registers as an operand of S' or dP', which
-halves what that product reads of shared memory. Above it shared memory has room for one Q and one
-dO, and P' is handed over, in parts, in the place of dS'. dV and dK of a step get accumulators of
-their own, as dQ has anyway.
+halves what that product reads of shared memory. Without terms a third consumer makes dQ there, all
+of its columns at once, so that nobody waits for anything but what comes next; K and V then come in
+fp32, the next tile's while this one's are in registers. Above D = 64 shared memory has room for one
+Q and one dO, and P' is handed over, in parts, in the place of dS'. dV and dK of a step get
+accumulators of their own, as dQ has anyway.
 
 Constraints: those of the forward kernel, with head dims of
 :func:`pallas_kernels.backward_config.padded_dims`.
@@ -71,7 +73,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_flash.mask import Mask
 from pallas_kernels import backward_terms, tiles
 from pallas_kernels import schedule as schedules
-from pallas_kernels.backward_body import scratch_tree
 from pallas_kernels.backward_config import (
     GROUPS,
     BackwardConfig,
@@ -80,6 +81,7 @@ from pallas_kernels.backward_config import (
     head_group,
 )
 from pallas_kernels.backward_layouts import OwnGradients, OwnKeys
+from pallas_kernels.backward_scratch import scratch_tree
 from pallas_kernels.backward_terms import Wanted
 from pallas_kernels.backward_tiles import QUERY_BOUNDS
 from pallas_kernels.config import Problem
@@ -180,10 +182,10 @@ def attention_backward(
         marks = schedules.find_marks(ranges, has_no_gradient, in_ranges)
     operands = {"q": q, "k": k, "v": v, "do": do}
     if problem.parts > 1:
-        operands = {name: split_in_one(x) for name, x in operands.items()}
-        if problem.bias is None:  # which leaves no registers for two more TMA descriptors
-            # XLA makes several arrays together with delta, for which dO is read, too.
-            operands["do"] = split(do)
+        # A bias leaves no registers for more TMA descriptors.
+        make = split if problem.bias is None else split_in_one
+        before = ("q", "do") if config.dq_warpgroup else tuple(operands)
+        operands |= {name: make(operands[name]) for name in before}
     inputs |= operands | {"lse": lse, "delta": jnp.pad(delta, padding)}
     dq_shape = (batch, problem.q_len + surplus, problem.num_q_heads, problem.head_dim)
     slabs = 1
@@ -218,7 +220,7 @@ def attention_backward(
         scratch_types=scratch,
         grid=(num_blocks,),
         grid_names=("block",),
-        num_threads=GROUPS + 1,
+        num_threads=config.consumers + 1,
         thread_name="warpgroup",
         kernel_name="jax_flash_backward",
         interpret=interpret or False,

@@ -6,7 +6,6 @@ The algorithm is described in :mod:`pallas_kernels.backward`, the algebra of a t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import schedule as schedules
-from pallas_kernels import tiles
 from pallas_kernels.backward_config import (
     GROUPS,
     BackwardConfig,
@@ -27,7 +25,6 @@ from pallas_kernels.backward_config import (
 )
 from pallas_kernels.backward_tiles import (
     ALL_ROWS,
-    KEY_SUMS,
     ROWS,
     Step,
     Tiles,
@@ -42,6 +39,8 @@ Ref = Any
 
 _MEETING = 5  # the first named barrier that is not Mosaic's
 FIRST_TURN = 6  # and a warpgroup's turn: one for each consumer
+_DISTANCE = 3  # steps between batch elements that add to a bias's gradient,
+_DISTANCES = 4  # for so many of them
 
 
 class Tile(NamedTuple):
@@ -75,105 +74,6 @@ class KeyTile(NamedTuple):
     blank: Any
 
 
-def scratch_tree(
-    problem: Problem, config: BackwardConfig, ops: Ops, extra: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Shared memory and barriers, by name; ``extra`` are the gradients of terms."""
-    key_sums = sum(name in extra for name in KEY_SUMS)
-    d, dv, dtype = problem.head_dim, problem.value_dim, problem.dtype
-    block_q, block_kv, stages = config.block_q, config.block_kv, config.ds_buffers
-    kv_stages = config.kv_stages
-    shares = dq_shares(problem, config)
-    is_unequal = shares[0] != shares[1]
-    scores = (ROWS, config.part_columns)
-    # A slice of an operand must consist of whole swizzled tiles, and both operands be alike: those
-    # of dQ, of which one is a part of K, and so those of S'. With own keys V and dO are free.
-    widest = tiles.swizzle_bytes(math.gcd(*shares), jnp.bfloat16)
-
-    def buffer(*shape: int) -> Any:
-        return tiles.operand_buffer(shape, dtype, widest)
-
-    def value_buffer(*shape: int) -> Any:
-        return tiles.operand_buffer(shape, dtype, widest if config.own_gradients else 128)
-
-    def dq_buffer(count: int, share: int) -> Any:
-        shape = count, ROWS, config.dq_columns or share
-        return tiles.buffer(shape, jnp.float32, tiles.swizzle_bytes(d, jnp.float32))
-
-    def barriers(count: int = 1, arrivals: int = GROUPS) -> Any:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
-    dropout = problem.dropout_rate > 0.0
-    # The parts of fp32 leave no room for what masks compare.
-    of_keys = key_vectors(problem) if problem.parts == 1 else ()
-    segments = int("kv_segments" in of_keys)
-    tree = {
-        "k_s": buffer(kv_stages, block_kv, d),
-        "v_s": value_buffer(kv_stages, block_kv, dv),
-        "q_s": buffer(config.q_stages, block_q, d),
-        "do_s": value_buffer(config.do_stages, block_q, dv),
-        "lse_s": plgpu.SMEM((config.q_stages, block_q), jnp.float32),
-        "delta_s": plgpu.SMEM((config.do_stages, block_q), jnp.float32),
-        "ds_s": buffer(stages, block_q // ROWS, block_kv, ROWS),
-        "dq_s": dq_buffer(1 if is_unequal else GROUPS, shares[0]),
-        "dq_rest_s": dq_buffer(1, shares[1]) if is_unequal else None,
-        "of_keys_s": plgpu.SMEM((kv_stages, len(of_keys), block_kv), jnp.int32)
-        if of_keys
-        else None,
-        "k_full": barriers(kv_stages, problem.parts + len(of_keys)),
-        "v_full": barriers(kv_stages, problem.parts),
-        "kv_empty": barriers(kv_stages),
-        # Q, lse, row keys and segments
-        "q_full": barriers(config.q_stages, problem.parts + 1 + dropout + segments),
-        "q_empty": barriers(config.q_stages),
-        "do_full": barriers(config.do_stages, problem.parts + 1),  # dO and delta
-        "do_empty": barriers(config.do_stages),
-        "row_keys_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if dropout else None,
-        "q_segments_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if segments else None,
-        "sums_s": plgpu.SMEM((GROUPS, key_sums, ROWS), jnp.float32) if key_sums else None,
-        "meeting": None if ops.interpret is None else plgpu.Barrier(num_arrivals=GROUPS),
-        "s_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
-        "dp_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
-        "dk_acc": ops.accumulator_scratch(GROUPS, (ROWS, d)),
-        "dv_acc": ops.accumulator_scratch(GROUPS, (ROWS, dv)),
-        "dq_acc": ops.accumulator_scratch(GROUPS, (ROWS, shares[0])),
-        "dq_rest_acc": ops.accumulator_scratch(GROUPS, (ROWS, shares[1])) if is_unequal else None,
-    }
-    if problem.parts > 1:
-        tree["part_acc"] = ops.accumulator_scratch(GROUPS, (ROWS, max(d, dv)))
-    if "dbias" in extra and (is_unequal or (config.dq_columns or shares[0]) != ROWS):
-        # Where dQ is staged rows are of another length.
-        makers = 1 if config.own_gradients else GROUPS
-        tree["dbias_s"] = tiles.buffer((makers, 32, ROWS), jnp.float32)
-    if problem.bias is not None and problem.has_bias_tiles and config.bias_stages:
-        shape = block_kv, config.part_columns
-        if transposes_bias(problem, config):
-            shape = shape[::-1]
-        tree |= {
-            "bias_s": tiles.buffer((config.bias_stages, *shape), problem.bias.dtype),
-            "bias_full": barriers(config.bias_stages, 1),
-            "bias_empty": barriers(config.bias_stages),
-        }
-    if config.own_gradients:
-        if not config.hands_over_in_ds:
-            tree["p_s"] = tiles.buffer((block_kv, block_q), dtype, widest)
-        tree |= {
-            "p_full": barriers(arrivals=1),
-            "p_empty": barriers(arrivals=1),
-            "ds_full": barriers(stages, arrivals=1),
-            "ds_empty": barriers(stages, arrivals=1),
-        }
-    else:
-        tree |= {"ds_full": barriers(stages), "ds_empty": barriers(stages)}
-        # TMA wants a whole buffer: what is narrower than a tile of dS' cannot be staged in one.
-        tree |= {
-            f"{name}_rest_s": value_buffer(GROUPS, ROWS, size % ROWS)
-            for name, size in (("dk", d), ("dv", dv))
-            if size % ROWS
-        }
-    return {name: item for name, item in tree.items() if item is not None}
-
-
 class Kernel(Tiles):
     """The kernel's body; one instance a trace, holding static facts and references."""
 
@@ -201,7 +101,7 @@ class Kernel(Tiles):
         @pl.when(self.warpgroup < GROUPS)
         def _() -> None:
             plgpu.set_max_registers(config.consumer_registers, action="increase")
-            for slot in range(config.kv_stages):
+            for slot in range(0 if config.dq_warpgroup else config.kv_stages):
                 self.arrive("kv_empty", slot)
             for slot in range(config.q_stages):
                 self.arrive("q_empty", slot)
@@ -213,12 +113,13 @@ class Kernel(Tiles):
             self.end(self.for_each_tile(self.consume)[0])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(self.warpgroup == GROUPS)
+        @pl.when(self.warpgroup == config.consumers)
         def _() -> None:
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             turns, kv_turns = self.for_each_tile(self.produce)
-            for ahead in range(config.kv_stages):
-                self.wait("kv_empty", remainder(kv_turns + ahead, config.kv_stages))
+            for name in ("k", "v") if config.dq_warpgroup else ("kv",):
+                for ahead in range(config.kv_stages):
+                    self.wait(f"{name}_empty", remainder(kv_turns + ahead, config.kv_stages))
             for ahead in range(config.q_stages):
                 self.wait("q_empty", remainder(turns + ahead, config.q_stages))
             for ahead in range(config.do_stages):
@@ -295,9 +196,15 @@ class Kernel(Tiles):
                 source = self.of_batch(name, batch).at[*at, span]
                 plgpu.copy_gmem_to_smem(source, refs[f"{name}_s"].at[slot], full)
 
-        self.wait("kv_empty", kv_slot)
         keys = pl.ds(tile.kv_tile * config.block_kv, config.block_kv)
+        if not config.dq_warpgroup:
+            self.wait("kv_empty", kv_slot)
         for x in ("k", "v"):
+            if config.dq_warpgroup:
+                self.wait(f"{x}_empty")
+                source = refs[x].at[batch, keys, kv_head]
+                plgpu.copy_gmem_to_smem(source, refs[f"{x}_wide_s"], refs[f"{x}_full"].at[0])
+                continue
             target, full = refs[f"{x}_s"].at[kv_slot], refs[f"{x}_full"].at[kv_slot]
             self.ops.copy_operand(refs[x], (batch, keys, kv_head), target, full)
         for place, name in enumerate(key_vectors(self.problem) if "of_keys_s" in refs else ()):
@@ -306,14 +213,17 @@ class Kernel(Tiles):
             plgpu.copy_gmem_to_smem(source, target.at[kv_slot, place], full)
 
         def await_first_of_bias(head: Any, row: Any) -> None:
+            # The others keep a distance: they would add to the same place at the same time.
+            others = remainder(self.order_in_head(batch, head) - 1, _DISTANCES)
+            needed = row + config.block_q * (1 + _DISTANCE * others)
             for group in range(GROUPS):
                 rows = refs["dbias_rows"].at[head, tile.kv_tile, pl.ds(group, 1)]
-                self.ops.await_value(rows, row + config.block_q)
+                self.ops.await_value(rows, needed)
 
         def load_tile(turn: Any, at: tuple[Any, ...], row: Any) -> None:
             if "dbias_rows" in refs:
                 choose(
-                    self.is_first_of_bias(batch),
+                    self.is_first_of_bias(batch, at[1]),
                     lambda: None,
                     lambda: await_first_of_bias(at[1], row),
                 )
@@ -396,8 +306,7 @@ class Kernel(Tiles):
 
     def consume(self, tile: Tile, kv_slot: Any, turns: Any) -> Any:
         """Works on one key tile; returns the steps made."""
-        batch, kv_head = self.batch_and_head(tile)
-        key = tile.kv_tile * self.config.block_kv
+        at = self.place(tile, kv_slot)
         self.wait("k_full", kv_slot)
         self.wait("v_full", kv_slot)
         if self.problem.bias is not None or self.has_visits:
@@ -405,9 +314,14 @@ class Kernel(Tiles):
         elif self.edges.masked:
             has_masked = (tile.lo < tile.full_lo) | (tile.full_hi < tile.hi)
             pl.when(has_masked)(lambda: self.clean_keys(kv_slot))
-        at = KeyTile(batch, self.slab(tile, batch), kv_head, key, kv_slot, tile.blank > 0)
         self.work(tile, turns, at)
         return turns + self.num_steps(tile)
+
+    def place(self, tile: Tile, kv_slot: Any) -> KeyTile:
+        """Where a key tile is."""
+        batch, kv_head = self.batch_and_head(tile)
+        key = tile.kv_tile * self.config.block_kv
+        return KeyTile(batch, self.slab(tile, batch), kv_head, key, kv_slot, tile.blank > 0)
 
     def slab(self, tile: Tile, batch: Any) -> Any:
         """Where dQ keeps its sum for a key tile of a batch element."""
@@ -460,7 +374,7 @@ class Kernel(Tiles):
             carry, total = self.for_each_query_tile(tile, step, (carry, sums))
             self.store_sums(total, at.batch, head, self.first_key(at.key))
             choose(
-                self.is_first_of_bias(at.batch),
+                self.is_first_of_bias(at.batch, head),
                 lambda: self.publish_bias(head, at.key, ALL_ROWS),
                 lambda: None,
             )
@@ -574,10 +488,9 @@ class Kernel(Tiles):
 
     def clean(self, ref: Ref) -> None:
         """Zeroes what is NaN or inf in an operand in shared memory."""
-        parts = self.problem.parts
-        for tile in [ref] if parts == 1 else [ref.at[part] for part in range(parts)]:
-            value = self.ops.load_tile(tile).astype(jnp.float32)
-            tile[...] = jnp.where(jnp.abs(value) < jnp.inf, value, 0.0).astype(tile.dtype)
+        tile = ref if self.problem.parts == 1 else ref.at[0]  # the other parts are finite
+        value = self.ops.load_tile(tile).astype(jnp.float32)
+        tile[...] = jnp.where(jnp.abs(value) < jnp.inf, value, 0.0).astype(tile.dtype)
         plgpu.commit_smem()
 
     def add_to_dq(self, dq: Array, step: Step, share: int | None = None) -> None:
@@ -589,10 +502,10 @@ class Kernel(Tiles):
             column = share * self.shares[0]
         elif self.config.splits_rows:
             row = row + self.warpgroup * ROWS
-        else:
+        elif not self.config.dq_warpgroup:
             column = self.warpgroup * (self.problem.head_dim // GROUPS)
         staging = self.refs["dq_rest_s" if share else "dq_s"]
-        staging = staging.at[self.warpgroup if share is None else 0]
+        staging = staging.at[self.warpgroup if staging.shape[0] > 1 else 0]
         width = self.config.dq_columns or dq.shape[1]
         for first in range(0, dq.shape[1], width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -623,7 +536,7 @@ class Kernel(Tiles):
             k = self.refs["k_s"].at[kv_slot]
             if share is not None:
                 k = k.at[..., pl.ds(share * self.shares[0], self.shares[share])]
-            elif not splits_rows:
+            elif not (splits_rows or self.config.dq_warpgroup):
                 k = k.at[..., self.half(self.problem.head_dim)]
             self.ops.matmul_transposed(dq_acc, ds, k)
             meanwhile()

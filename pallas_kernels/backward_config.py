@@ -10,7 +10,7 @@ from pallas_kernels.config import Problem
 
 GROUPS = 2  # consumer warpgroups
 _ROWS = tiles.WARPGROUP_ROWS
-_REGISTERS = 504  # of a thread in each of the three warpgroups together
+_REGISTERS = (504, 512)  # of a thread in each of three or four warpgroups together
 _CACHE_BYTES = 2**25  # of the L2 cache that queries and their gradients may fill
 
 
@@ -32,12 +32,16 @@ class BackwardConfig:
             global memory when it is needed.
         dq_columns: columns of dQ that a warpgroup stages at a time; 0 is all it has.
         keys_in_registers: own gradients: K and V are register operands.
+        dq_warpgroup: own gradients in fp32: a third consumer makes dQ, not the two half of it each;
+            and K and V come in fp32, so that those of the next tile have room while this one's
+            parts are in registers.
         hands_over_in_ds: own gradients: P' comes from one consumer to the other where dS' will be,
             not in a buffer of its own; with one buffer of dS'.
         take_turns: own keys: consumers take turns in issuing S' and dP'.
         split_edges: peel masked query tiles into loops of their own, instead of a branch.
         consumer_registers: registers a thread of a consumer.
         producer_registers: registers a thread of the producer.
+        dq_registers: registers a thread of the consumer that makes dQ, if there is one.
         head_group: heads worked on at a time, for the L2 cache; 0 is :func:`head_group`'s choice.
         spill_bytes: what ptxas may spill, bytes; more fails the ahead-of-time check.
     """
@@ -52,11 +56,13 @@ class BackwardConfig:
     bias_stages: int = 0
     dq_columns: int = 0
     keys_in_registers: bool = False
+    dq_warpgroup: bool = False
     hands_over_in_ds: bool = False
     take_turns: bool = True
     split_edges: bool = True
     consumer_registers: int = 240
     producer_registers: int = 24
+    dq_registers: int = 72
     head_group: int = 0
     spill_bytes: int = 0
 
@@ -76,13 +82,27 @@ class BackwardConfig:
             raise ValueError(
                 f"hands_over_in_ds: with own gradients and one buffer of dS', not {self.ds_buffers}"
             )
-        # setmaxnreg waits for registers that others give back: too large a wish waits for ever.
-        if self.consumer_registers * GROUPS + self.producer_registers > _REGISTERS:
+        if self.dq_warpgroup and (
+            self.hands_over_in_ds or not (self.own_gradients and self.keys_in_registers)
+        ):
             raise ValueError(
-                f"consumer_registers={self.consumer_registers}: {GROUPS} consumers and "
-                f"producer_registers={self.producer_registers} want more than the {_REGISTERS} "
-                "there are. Lower one of the two."
+                "dq_warpgroup: with own gradients, keys_in_registers, and P' in a buffer of its "
+                "own, in which dK and dV are staged"
             )
+        # setmaxnreg waits for registers that others give back: too large a wish waits for ever.
+        registers = _REGISTERS[self.dq_warpgroup]
+        others = self.producer_registers + self.dq_warpgroup * self.dq_registers
+        if self.consumer_registers * GROUPS + others > registers:
+            raise ValueError(
+                f"consumer_registers={self.consumer_registers}: {GROUPS} consumers and the "
+                f"{others} of other warpgroups want more than the {registers} there are. Lower "
+                "one of them."
+            )
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups beside the producer."""
+        return GROUPS + self.dq_warpgroup
 
     @property
     def block_kv(self) -> int:
@@ -126,10 +146,20 @@ def default_config(problem: Problem) -> BackwardConfig:
             spill_bytes=224 + _more_spill_bytes(problem),  # 116 with segments, 332 with a bias
         )
     if problem.parts > 1:
+        if not problem.has_terms:
+            return BackwardConfig(
+                own_gradients=True,
+                keys_in_registers=True,
+                dq_warpgroup=True,
+                dq_columns=32,
+                consumer_registers=208,
+                split_edges=split_edges,
+                spill_bytes=128,
+            )
         return BackwardConfig(
             own_gradients=True,
             keys_in_registers=True,
-            ds_buffers=1 if problem.has_terms else 2,
+            ds_buffers=1,
             split_edges=split_edges,
             spill_bytes=128 + _more_spill_bytes(problem),
         )
@@ -232,6 +262,10 @@ def dq_shares(problem: Problem, config: BackwardConfig) -> tuple[int, int]:
     """Columns of dQ that each consumer makes: halves, or about that in whole swizzled tiles."""
     size = problem.head_dim
     if config.splits_rows:
+        return size, size
+    if config.dq_warpgroup:
+        if problem.parts == 1:
+            raise ValueError(f"dq_warpgroup: of fp32, not {problem.dtype}")
         return size, size
     half = size // GROUPS
     if half % 32 == 0:

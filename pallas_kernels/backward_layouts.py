@@ -225,7 +225,45 @@ class OwnKeys(Kernel):
 
 
 class OwnGradients(Kernel):
-    """One consumer makes P' and dV of the 64 keys, the other dS' and dK, and both half of dQ."""
+    """One consumer makes P' and dV of the 64 keys, the other dS' and dK, and both half of dQ.
+
+    Or a third one makes dQ.
+    """
+
+    def run(self) -> None:
+        """What this warpgroup does."""
+        super().run()
+        if not self.config.dq_warpgroup:
+            return
+
+        @pl.when(self.warpgroup == GROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(self.config.dq_registers, action="decrease")
+            self.arrive("kv_empty")
+            for slot in range(self.config.ds_buffers):
+                self.arrive("ds_empty", slot)
+            self.for_each_tile(self.consume_ds)
+            plgpu.wait_smem_to_gmem(0)
+
+    def consume(self, tile: Tile, kv_slot: Any, turns: Any) -> Any:
+        """Works on one key tile; returns the steps made."""
+        if not self.config.dq_warpgroup:
+            return super().consume(tile, kv_slot, turns)
+        # Each waits for K and V when it loads them.
+        self.work(tile, turns, self.place(tile, kv_slot))
+        return turns + self.num_steps(tile)
+
+    def consume_ds(self, tile: Tile, kv_slot: Any, turns: Any) -> Any:
+        """Makes dQ of one key tile; returns the steps made."""
+
+        def step(step: Step, carry: Any) -> Any:
+            self.make_dq(step, self.ops.opaque_zero())
+            return carry
+
+        self.wait("kv_full")
+        self.for_each_step(tile, turns, self.place(tile, kv_slot), step)
+        self.arrive("kv_empty")
+        return turns + self.num_steps(tile)
 
     def first_key(self, key: Any) -> Any:
         """This warpgroup's first key of a tile that begins at ``key``."""
@@ -237,7 +275,7 @@ class OwnGradients(Kernel):
         return {
             "s_acc": scores,
             "dp_acc": scores,
-            "dq_acc": (ROWS, self.problem.head_dim // GROUPS),
+            "dq_acc": (ROWS, self.shares[0]),
             "dk_acc": (ROWS, self.problem.head_dim),
             "dv_acc": (ROWS, self.problem.value_dim),
         }
@@ -245,11 +283,15 @@ class OwnGradients(Kernel):
     def begin(self) -> None:
         """Before the first tile: what is empty."""
         pl.when(self.warpgroup == 1)(lambda: self.arrive("p_empty"))
+        if self.config.dq_warpgroup:
+            self.arrive("k_empty")
+            pl.when(self.warpgroup == 1)(lambda: self.arrive("v_empty"))
+        else:
 
-        @pl.when(self.warpgroup == 0)
-        def _() -> None:
-            for slot in range(self.config.ds_buffers):
-                self.arrive("ds_empty", slot)
+            @pl.when(self.warpgroup == 0)
+            def _() -> None:
+                for slot in range(self.config.ds_buffers):
+                    self.arrive("ds_empty", slot)
 
     def end(self, turns: Any) -> None:
         """After the last tile: waits for what others have given back."""
@@ -259,6 +301,8 @@ class OwnGradients(Kernel):
         def _() -> None:
             for ahead in range(self.config.ds_buffers):
                 self.wait("ds_empty", remainder(turns + ahead, self.config.ds_buffers))
+            if self.config.dq_warpgroup:
+                self.wait("kv_empty")
 
     def clean_keys(self, kv_slot: Any) -> None:
         """Cleans this warpgroup's part of the keys."""
@@ -268,7 +312,17 @@ class OwnGradients(Kernel):
     def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
         """All of one key tile."""
 
+        def store_in_turn(x: str, gradient: Array) -> None:
+            """Where P' is handed over: dV when dS' has been made of the last, dK after dV."""
+            free, full = ("p_empty", "p_full") if x == "v" else ("p_full", "p_empty")
+            self.wait(free)
+            self.store(f"d{x}", gradient, self.refs["p_s"], at, at.key)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.arrive(full)
+
         def store(x: str, gradient: Array) -> None:
+            if self.config.dq_warpgroup:
+                return store_in_turn(x, gradient)
             self.meet()  # the other consumer has read keys and values
             staging = self.refs[f"{x}_s"].at[0]
             if self.problem.parts > 1:
@@ -283,17 +337,30 @@ class OwnGradients(Kernel):
             self.arrive("kv_empty")
 
         def make_dv() -> None:
-            keys = self.load_resident("k_s")
+            keys = self.load_resident("k")
 
             def walk(acc: Ref) -> Array:
                 step = functools.partial(self.value_step, acc, keys)
-                self.for_each_step_and_late(tile, turns, at, step)
+
+                def alone(own: Step, carry: Any) -> Any:
+                    return None, step(own, None, carry[1])
+
+                if self.config.dq_warpgroup:
+                    self.for_each_step(tile, turns, at, alone)
+                else:
+                    self.for_each_step_and_late(tile, turns, at, step)
                 return self.ops.load_accumulator(acc, wait=None)
 
             store("v", self.accumulate(walk, ("dv_acc",)) * self.value_scale)
 
         def make_dk() -> None:
-            values = self.load_resident("v_s")
+            if self.config.dq_warpgroup:
+                keys = self.load_resident("k")
+                self.wait("kv_empty")
+                self.ops.store_operand(self.refs["k_s"].at[0], keys)
+                plgpu.commit_smem()
+                self.arrive("kv_full")
+            values = self.load_resident("v")
 
             def walk(acc: Ref) -> Array:
                 def step(step: Step, carry: Any) -> Any:
@@ -310,7 +377,16 @@ class OwnGradients(Kernel):
         """Keys or values as operands in registers; None if products are to read shared memory."""
         if not self.config.keys_in_registers:
             return None
-        return self.ops.load_operand(self.refs[name].at[0])
+        if not self.config.dq_warpgroup:
+            return self.ops.load_operand(self.refs[f"{name}_s"].at[0])
+        self.wait(f"{name}_full")
+        value = self.ops.load_tile(self.refs[f"{name}_wide_s"])
+        self.arrive(f"{name}_empty")
+        finite = jnp.where(jnp.abs(value) < jnp.inf, value, 0.0)
+        first, *others = self.ops.operand(finite, self.problem.dtype)
+        if name == "v" or not (self.edges.masked or self.has_visits):  # otherwise: see clean_keys
+            first, *_ = self.ops.operand(value, self.problem.dtype)
+        return first, *others
 
     def multiply(self, acc: Ref, resident: Any, name: str, zero: Any, other: Ref) -> None:
         """Issues the product of keys or values and a tile of Q or dO, transposed."""
@@ -320,11 +396,12 @@ class OwnGradients(Kernel):
             self.ops.matmul_registers(acc, resident, other, transpose_b=True)
 
     def value_step(
-        self, dv_acc: Ref, keys: Any, step: Step, before: Step, sums: tuple[()]
+        self, dv_acc: Ref, keys: Any, step: Step, before: Step | None, sums: tuple[()]
     ) -> tuple[()]:
         """Makes P', hands it over, and adds to dV; dQ of the step before is made now.
 
-        So it never waits for the dS' of the same step. The other warpgroup has the sums.
+        So it never waits for the dS' of the same step. The other warpgroup has the sums. Where a
+        third one makes dQ, there is no step ``before``.
         """
         refs, ops = self.refs, self.ops
         zero = ops.opaque_zero()
@@ -349,11 +426,19 @@ class OwnGradients(Kernel):
             return kept, kept if p.slopes is p.kept else p.slopes.astype(self.problem.dtype)
 
         p, slopes = self.accumulate(probabilities, ("s_acc",))
+        if before is None:  # as soon as can be: a warp may have to wait before it issues products
+            self.wait("p_empty")
+            refs["p_s"][...] = slopes
+            self.arrive("p_full")
         self.wait("do_full", do_slot)
 
         def add_values(target: Ref) -> None:
             kept = ops.operand(p, p.dtype)
             ops.matmul_registers(target, kept, refs["do_s"].at[do_slot])
+            if before is None:
+                ops.wait_matmuls(0)
+                self.arrive("do_empty", do_slot)
+                return
             make_dq = functools.partial(self.make_dq_if_any, before, zero)
             release = functools.partial(self.arrive, "do_empty", do_slot)
             if self.config.hands_over_in_ds:
@@ -407,6 +492,10 @@ class OwnGradients(Kernel):
 
         def add_queries(target: Ref) -> None:
             ops.matmul_registers(target, ds, refs["q_s"].at[q_slot])
+            if self.config.dq_warpgroup:
+                ops.wait_matmuls(0)
+                self.arrive("q_empty", q_slot)
+                return
             dq = self.query_gradients(ds_slot, zero)
             if self.config.hands_over_in_ds:
                 self.arrive("p_empty")

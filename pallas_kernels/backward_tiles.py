@@ -227,7 +227,7 @@ class Tiles:
         exponent = tiles.exponent(x, lse, problem.scale_log2, wide=problem.is_wide, axis=1)
         # Far from 0, fp32 logits are apart by more than probabilities allow. Where a bias hides a
         # key, or has a NaN, for which its row has no gradient, the exponent may be NaN.
-        p = jnp.exp2(exponent) if problem.bias is None else ops.probability(exponent)
+        p = ops.exp2(exponent) if problem.bias is None else ops.probability(exponent)
         kept = p
         if problem.dropout_rate > 0.0:
             threshold = dropout_threshold(problem.dropout_rate)
@@ -317,7 +317,7 @@ class Tiles:
             staging = self.refs["dbias_s"]
             source = staging.at[self.warpgroup if staging.shape[0] > 1 else 0]
         count = source.shape[0]
-        is_first = self.is_first_of_bias(step.batch)
+        is_first = self.is_first_of_bias(step.batch, step.head)
         for first in range(0, ds.shape[1], count):
             choose(
                 is_first if first == 0 else False,
@@ -334,14 +334,22 @@ class Tiles:
                 functools.partial(self.ops.reduce_store, source, target),
             )
 
-    def is_first_of_bias(self, batch: Any) -> Any:
+    def is_first_of_bias(self, batch: Any, head: Any) -> Any:
         """Whether a batch element writes its part of the bias's gradient, before others add to it.
 
         Otherwise all of them add to zeros.
         """
         if "dbias_rows" not in self.refs:
             return False
-        return True if self.refs["dbias"].shape[0] > 1 else batch == 0
+        return True if self.refs["dbias"].shape[0] > 1 else self.order_in_head(batch, head) == 0
+
+    def order_in_head(self, batch: Any, head: Any) -> Any:
+        """See :func:`pallas_kernels.schedule.order_in_head`; of a query head."""
+        group = self.problem.num_q_heads // self.problem.num_kv_heads
+        kv_head = lax.div(head, jnp.int32(group))
+        return schedules.order_in_head(
+            batch, kv_head, self.problem.batch, lambda x, n: lax.rem(x, jnp.int32(n))
+        )
 
     def publish_bias(self, head: Any, key: Any, rows: Any) -> None:
         """Tells other batch elements that the first ``rows`` of the bias's gradient are there."""

@@ -55,7 +55,7 @@ from pallas_kernels import schedule as schedules
 from pallas_kernels.config import ForwardConfig, Problem, default_config, head_group
 from pallas_kernels.forward_tiles import KeyTiles, QueryTile, ScoreTiles
 from pallas_kernels.ops import Ops, packed_bits
-from pallas_kernels.split import split_in_one
+from pallas_kernels.split import split, split_in_one
 from pallas_kernels.terms import Arrays
 from pallas_kernels.terms import inputs as term_inputs
 
@@ -449,6 +449,7 @@ class _Kernel(ScoreTiles):
             scale_log2=self.problem.scale_log2,
             lazy_growth=config.lazy_growth,
             wide=self.problem.is_wide,
+            exp2=ops.exp2,
         )
         score_shape = (_ROWS, config.block_kv)
 
@@ -619,7 +620,7 @@ def attention_forward(
     ops = Ops(interpret, problem.parts)
     lengths = problem.q_len, problem.kv_len
     tiling = _ROWS, config.num_warpgroups, config.block_kv
-    inputs: dict[str, Array] = {}
+    inputs: dict[str, Array | tuple[Array, ...]] = {}
     if mask.array is None:
         ranges, edges = schedules.find_ranges(mask, *lengths, *tiling)
     else:
@@ -656,9 +657,11 @@ def attention_forward(
     inputs |= term_inputs(problem, mask, arrays or Arrays(), padded_len, whole_tiles)
     inputs |= {"q": q, "k": k, "v": v}
     if problem.parts > 1:
-        inputs |= {"k_parts": split_in_one(k), "v_parts": split_in_one(v)}
+        # A bias leaves no registers for more TMA descriptors.
+        make = split if problem.bias is None else split_in_one
+        inputs |= {"k_parts": make(k), "v_parts": make(v)}
         if not _splits_queries(problem, config):
-            inputs["q_parts"] = split_in_one(q)
+            inputs["q_parts"] = make(q)
     outputs = {
         "out": jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), problem.dtype),
         "lse": jax.ShapeDtypeStruct((problem.batch, problem.num_q_heads, padded_len), jnp.float32),

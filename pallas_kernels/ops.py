@@ -117,12 +117,11 @@ class Ops:
         """An fp32 TILE as an operand in registers; rounded to ``dtype``, if that is not fp32."""
         if self.parts == 1:
             return x.astype(dtype)
-        if self.interpret is not None:
-            return splitting.split(x)
+        upper_halves = registers.upper_halves if self.interpret is None else splitting.upper_halves
         parts = []
         for _ in range(self.parts):
-            parts.append(x.astype(splitting.DTYPE))
-            x = x - parts[-1].astype(jnp.float32)
+            part, x = upper_halves(x)
+            parts.append(part)
         return tuple(parts)
 
     def load_operand(self, ref: Ref) -> Array | tuple[Array, ...]:
@@ -268,9 +267,15 @@ class Ops:
             return registers.widen(x)
         return x.astype(jnp.float32)
 
+    def exp2(self, x: Array) -> Array:
+        """2 to the power of an fp32 TILE, by one instruction; 0 for what is subnormal."""
+        if self.interpret is None and self.parts > 1:
+            return registers.exp2(x)
+        return jnp.exp2(x)  # compiled with approximate functions, which makes it the same
+
     def probability(self, exponent: Array) -> Array:
         """``min(exp2(exponent), 1)`` of an fp32 TILE, and 0 for NaN: one instruction after exp2."""
-        p = jnp.exp2(exponent)
+        p = self.exp2(exponent)
         if self.interpret is None:
             return registers.saturate(p)
         return jnp.where(p <= 1.0, p, jnp.where(p > 1.0, 1.0, 0.0))

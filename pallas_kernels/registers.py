@@ -269,6 +269,38 @@ def widen(x: Array) -> Array:
     return emit(x)
 
 
+def upper_halves(x: Array) -> tuple[Array, Array]:
+    """Those of an fp32 TILE: see :func:`pallas_kernels.split.upper_halves`.
+
+    Five instructions a pair, none of them a conversion, which would have half their rate. And no
+    product that an array comes from is made part of the subtraction, which costs a negation.
+    """
+    from jaxlib.mlir import ir
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.bfloat16, TILE)
+    )
+    def upper(_: Any, x: Any) -> Any:
+        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+        registers = np.empty_like(x.registers)
+        for place, register in np.ndenumerate(x.registers):
+            both = mgpu.utils.inline_ptx(
+                "prmt.b32 $0, $1, $2, 0x7632;",
+                *(mgpu.utils.bitcast(_element(register, i), i32) for i in range(2)),
+                result_types=i32,
+            )
+            registers[place] = mgpu.utils.bitcast(both, pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    rest = "{ .reg .f32 upper; and.b32 upper, $1, 0xFFFF0000; sub.rn.f32 $0, $1, upper; }"
+    return upper(x), _elementwise(x, rest)
+
+
+def exp2(x: Array) -> Array:
+    """See :meth:`Ops.exp2`."""
+    return _elementwise(x, "ex2.approx.ftz.f32 $0, $1;")
+
+
 def hide_by_bits(s: Array, words: Ref, row: Array, column: Array) -> Array:
     """See :meth:`Ops.hide_by_bits`."""
     from jaxlib.mlir import ir

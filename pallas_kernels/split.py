@@ -4,8 +4,10 @@
     a b = a0 b0 + (a0 b1 + a1 b0) + (a1 b1 + a0 b2 + a2 b0)       the rest is below 2**-26 |a b|
 
 bf16 has the exponents of fp32, so nothing overflows and nothing has to be scaled. The smallest
-products come first. Tensor cores add up with truncation, which biases long sums: the products of
-one tile get an accumulator of their own, which is added to a longer sum with rounding
+products come first. Of a factor that is made in registers parts are truncated, not rounded, which
+takes no conversions: x1 is then up to twice as large. Were both factors so, the rest would always
+have the sign of a b, and add up. Tensor cores add up with truncation, which biases long sums: the
+products of one tile get an accumulator of their own, which is added to a longer sum with rounding
 (:meth:`pallas_kernels.ops.Ops.with_partial_sum`).
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Array = jax.Array
@@ -31,6 +34,13 @@ def split(x: Array) -> tuple[Array, ...]:
         parts.append(part.astype(DTYPE))
         x = jnp.where(jnp.isfinite(part), x - part, 0.0)
     return tuple(parts)
+
+
+def upper_halves(x: Array) -> tuple[Array, Array]:
+    """An fp32 array without its lower 16 bits, as a bf16 array, and what that leaves of it."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFF0000)
+    upper = lax.bitcast_convert_type(bits, jnp.float32)
+    return upper.astype(DTYPE), x - upper
 
 
 def split_in_one(x: Array) -> Array:

@@ -139,7 +139,13 @@ def exponent(s: Array, m: Array, scale_log2: float, *, wide: bool, axis: int = 0
 
 
 def softmax_step(
-    s: Array, stats: RowStats, scale_log2: float, *, lazy_growth: float, wide: bool = False
+    s: Array,
+    stats: RowStats,
+    scale_log2: float,
+    *,
+    lazy_growth: float,
+    wide: bool = False,
+    exp2: Callable[[Array], Array] = jnp.exp2,
 ) -> tuple[Array, RowStats, Array]:
     """One step of the online softmax.
 
@@ -150,6 +156,7 @@ def softmax_step(
         lazy_growth: m moves only when a row's maximum exceeds it by more than this, in log2 units.
             Terms then reach ``2 ** lazy_growth``, which fp32 sums and bf16 or fp16 terms hold.
         wide: whether m is in the units of the scores, not log2 units (:func:`exponent`).
+        exp2: of a tile.
 
     Returns:
         ``p = exp2(s * scale_log2 - m)``, the new statistics, and ``alpha = exp2(m_old - m)`` by
@@ -163,7 +170,7 @@ def softmax_step(
     if lazy_growth > 0.0:
         new_m = jnp.where(new_m - m > lazy_growth / unit, new_m, m)
     alpha = jnp.exp2((m - new_m) * unit if wide else m - new_m)
-    p = jnp.exp2(exponent(s, new_m, scale_log2, wide=wide))
+    p = exp2(exponent(s, new_m, scale_log2, wide=wide))
     if partial_sums:
         l = l * lax.broadcast_in_dim(alpha, l.shape, [0])
         for column in range(0, s.shape[1], l.shape[1]):

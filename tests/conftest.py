@@ -29,6 +29,9 @@ flags = "--xla_force_host_platform_device_count=4 --xla_gpu_autotune_level=0"
 if ON_GPU:
     flags += " --xla_gpu_enable_triton_gemm=false"
 os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+# XLA runs each of a kernel's warpgroups in a thread of a pool, which waits there for the others:
+# with four of them, one that the pool has no thread for would never come.
+os.environ.setdefault("PJRT_NPROC", "8")
 # NumPy multiplies in the oracle. With two workers on two cores, threads made that six times slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

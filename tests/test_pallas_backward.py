@@ -137,7 +137,7 @@ def test_float16(interpreted):
 
 
 OF_FP32 = [name for name, (shape, *_) in CASES.items() if max(shape[5:]) <= 128]
-IN_CI = {"empty rows", "grouped heads", "D64/128"}
+IN_CI = {"empty rows", "grouped heads", "D64/128", "segments"}
 
 
 @pytest.mark.parametrize("name", mostly_on_gpu(OF_FP32, {*OF_FP32} - IN_CI))
@@ -453,12 +453,26 @@ def test_configs_ask_for_no_more_than_there_is():
     for own_gradients in (False, True):
         with pytest.raises(ValueError, match="hands_over_in_ds"):
             kernel_config.BackwardConfig(own_gradients=own_gradients, hands_over_in_ds=True)
+        with pytest.raises(ValueError, match="dq_warpgroup"):
+            kernel_config.BackwardConfig(own_gradients=own_gradients, dq_warpgroup=True)
+    options = {"own_gradients": True, "keys_in_registers": True, "dq_warpgroup": True}
+    with pytest.raises(ValueError, match="more than the 512 there are"):
+        kernel_config.BackwardConfig(**options)
+    assert kernel_config.BackwardConfig(**options, consumer_registers=208).consumers == 3
 
 
 def test_own_gradients_want_halves(interpreted):
     interpreted(config=kernel_config.BackwardConfig(own_gradients=True))
     q, k, v = qkv(1, 64, 64, 1, 1, 96)
     with pytest.raises(ValueError, match="head_dim=96: own gradients want halves"):
+        run(q, k, v, *cotangents(q, v))
+
+
+def test_a_third_consumer_is_of_fp32(interpreted):
+    options = {"own_gradients": True, "keys_in_registers": True, "dq_warpgroup": True}
+    interpreted(config=kernel_config.BackwardConfig(**options, consumer_registers=208))
+    q, k, v = qkv(1, 64, 64, 1, 1, 64)
+    with pytest.raises(ValueError, match="dq_warpgroup: of fp32, not bfloat16"):
         run(q, k, v, *cotangents(q, v))
 
 
