@@ -125,7 +125,7 @@ PRESETS = {
     # Minutes on two CPU cores.
     "demo": TrainConfig(),
     # The character model of nanoGPT (Karpathy, 2022), for 2000 of its 5000 steps and with ten times
-    # its weight decay: later it learns the text by heart, of which the decay keeps it (docs/log.md).
+    # its weight decay. Without them it learns the text by heart (docs/log.md).
     "shakespeare-char": TrainConfig(
         out="runs/shakespeare-char",
         context_length=256,
