@@ -38,9 +38,10 @@ has the factor 1 - tanh^2. Dropout, drawn anew, makes P' negative where it drops
 rest, and dS' = P' * (dP' / (1 - rate) - delta) or |P'| * (0 - delta). A boolean mask has lists of
 the query tiles that see a key tile, a bias comes tile by tile and is transposed on its way into
 registers, or before if it is in fp32. Gradients of terms are computed where somebody asks for
-them: that of a full bias is dS' added up in fp32, in its own shape; those of a bias of one row and
-of ALiBi slopes are sums over queries, kept in registers; those of sinks and of a bias of one column
-are known without the kernel, the latter unless there is a soft cap.
+them: that of a full bias is dS' added up in fp32, in its own shape (where all batch elements visit
+the same tiles, the first of them writes, and the others wait for that and then add); those of a
+bias of one row and of ALiBi slopes are sums over queries, kept in registers; those of sinks and of
+a bias of one column are known without the kernel, the latter unless there is a soft cap.
 
 fp32 (:mod:`pallas_kernels.split`), up to D = 128: own gradients, three parts of each operand. Up to
 D = 64 P' is handed over in fp32, and K or V stays in registers as an operand of S' or dP', which
