@@ -304,7 +304,7 @@ def backward_cases() -> Iterator[Case]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import backward, backward_body, backward_config, backward_terms
+    from pallas_kernels import backward, backward_config, backward_scratch, backward_terms
     from pallas_kernels.ops import Ops
     from pallas_kernels.terms import Arrays
 
@@ -312,6 +312,7 @@ def backward_cases() -> Iterator[Case]:
     unequal = [(96, 64), (80, 96), (128, 64), (192, 128)]
     plain = ((*x, Arrays()) for x in _problems(dims + unequal))
     for name, problem, (q, k, v), terms in itertools.chain(plain, _problems_with_terms()):
+        problem = dataclasses.replace(problem, blocks_meet=True)  # as on a GPU
         do = jax.ShapeDtypeStruct((*q.shape[:3], problem.value_dim), q.dtype)
         rows = jax.ShapeDtypeStruct((2, 4, problem.q_len), jnp.float32)
         dims = problem.head_dim, problem.value_dim
@@ -332,7 +333,7 @@ def backward_cases() -> Iterator[Case]:
             launch,
             (q, k, v, do, rows, rows, problem.mask, terms._replace(sinks=None)),
             options,
-            backward_body.scratch_tree(problem, options, Ops(), tuple(sums)),
+            backward_scratch.scratch_tree(problem, options, Ops(), tuple(sums)),
         )
 
 

@@ -218,6 +218,7 @@ def differentiate(
         soft_cap=spec.soft_cap,
         dropout_rate=rate,
         num_blocks=num_blocks or _multiprocessors(),
+        blocks_meet=interpret is not None or (num_blocks is None and _core_count() is not None),
     )
     config = config or backward_config.default_config(problem)
     can_be_empty = can_have_empty_rows(operands.mask, spec.q_len, spec.kv_len)
@@ -300,5 +301,9 @@ def _padded(x: Array, dim: int) -> Array:
 
 def _multiprocessors() -> int:
     """Of the default GPU; of an H100 or H200 where there is none."""
-    device = jax.devices()[0]
-    return getattr(device, "core_count", None) or _H100_MULTIPROCESSORS
+    return _core_count() or _H100_MULTIPROCESSORS
+
+
+def _core_count() -> int | None:
+    """Multiprocessors of the default GPU, if there is one."""
+    return getattr(jax.devices()[0], "core_count", None)

@@ -12,8 +12,9 @@ so that lse and delta belong to columns. Five products; nothing is summed over t
 whose last bits therefore depend on their order. The queries of all heads that share a key head are
 walked in turn, which sums dK and dV over them.
 
-A thread block is two consumer warpgroups and a producer (TMA), persistent, and walks its row of
-the schedule (:func:`pallas_kernels.schedule.make_for_keys`). Two layouts:
+A thread block is two consumer warpgroups (in fp32 up to D = 64 three) and a producer (TMA),
+persistent, and walks its row of the schedule (:func:`pallas_kernels.schedule.make_for_keys`). Two
+layouts:
 
     own keys        D and Dv up to 128. Each consumer has 64 keys; P' and dS' stay in its registers
                     as operands of dV and dK. dS' also goes through shared memory, and each makes
@@ -46,9 +47,9 @@ a bias of one column are known without the kernel, the latter unless there is a 
 fp32 (:mod:`pallas_kernels.split`), up to D = 128: own gradients, three parts of each operand. Up to
 D = 64 P' is handed over in fp32, and K or V stays in registers as an operand of S' or dP', which
 halves what that product reads of shared memory. Without terms a third consumer makes dQ there, all
-of its columns at once, so that nobody waits for anything but what comes next; K and V then come in
-fp32, the next tile's while this one's are in registers. Above D = 64 shared memory has room for one
-Q and one dO, and P' is handed over, in parts, in the place of dS'. dV and dK of a step get
+of its columns at once, so that nobody makes part of dQ between its own products; K and V then come
+in fp32, the next tile's while this one's are in registers. Above D = 64 shared memory has room for
+one Q and one dO, and P' is handed over, in parts, in the place of dS'. dV and dK of a step get
 accumulators of their own, as dQ has anyway.
 
 Constraints: those of the forward kernel, with head dims of
@@ -91,6 +92,7 @@ from pallas_kernels.split import split, split_in_one
 from pallas_kernels.terms import Arrays
 
 _SLAB_BYTES = 2**30  # of all copies of dq that a deterministic launch may add up
+_CACHED_BYTES = 2**25  # of a bias's gradient, to which batch elements may add in the L2 cache
 
 Array = jax.Array
 Ref = Any
@@ -137,7 +139,8 @@ def attention_backward(
         dq fp32 ``[B, Tq'', Hq, D]`` with surplus rows, times ``scale`` where q is fp32 and without
         that factor where it has 16 bits;
         dk ``[B, Tk', Hk, D]`` and dv ``[B, Tk', Hk, Dv]``; and what
-        :func:`pallas_kernels.backward_terms.sums` declares.
+        :func:`pallas_kernels.backward_terms.sums` declares, and where thread blocks waited for
+        others ``dbias_rows``, by which these told how far they were.
     """
     config = config or default_config(problem)
     ops = Ops(interpret, problem.parts)
@@ -194,7 +197,7 @@ def attention_backward(
         affordable = _SLAB_BYTES // max(4 * math.prod(dq_shape), 1)
         slabs = max(min(num_kv_tiles, num_blocks // (batch * num_heads), affordable), 1)
     dq_shape = (slabs * batch, *dq_shape[1:])
-    table, first = None, {}
+    table, written = None, {}
     if not deterministic:
         group = head_group(problem, config)
         # Batch elements that share a bias read it, and add to its gradient, one after another.
@@ -203,17 +206,18 @@ def attention_backward(
             ranges, batch, num_heads, num_blocks, group, marks=marks, batch_first=is_shared
         )
         if "dbias" in extra and _writes_bias(problem, config, ranges, table):
-            first = {"dbias": extra.pop("dbias")}
-            rows_written = problem.num_q_heads, num_kv_tiles, GROUPS
-            extra["dbias_rows"] = jax.ShapeDtypeStruct(rows_written, jnp.int32)
+            written["dbias"] = extra.pop("dbias")
+            if problem.bias.shape[0] < batch:
+                counters = problem.num_q_heads, num_kv_tiles, GROUPS
+                extra["dbias_rows"] = jax.ShapeDtypeStruct(counters, jnp.int32)
     # A deterministic launch writes some rows of dk and dv, another launch the others.
     sums = (*(("dq", "dk", "dv") if deterministic else ("dq",)), *extra)
-    outputs = {} if deterministic else {"dk": k, "dv": v, **first}
+    outputs = {} if deterministic else {"dk": k, "dv": v, **written}
 
     def body(*refs: Ref, **buffers: Ref) -> None:
         named = dict(zip(("schedule", *inputs, *sums, *outputs), refs, strict=True))
         layout = OwnGradients if config.own_gradients else OwnKeys
-        layout(problem, config, ops, edges, named | buffers).run()
+        layout(problem, config, ops, edges, named | buffers, bool(written)).run()
 
     kernel = plgpu.kernel(
         body,
@@ -236,9 +240,9 @@ def attention_backward(
     def add_up(refs: Any) -> None:
         dq, dk, dv, *others = refs
         if not deterministic:
-            added, written = others[: len(extra)], (dk, dv, *others[len(extra) :])
+            added, replaced = others[: len(extra)], (dk, dv, *others[len(extra) :])
             results = kernel(jnp.asarray(table), *inputs.values(), dq, *added)
-            for ref, result in zip(written, results, strict=True):
+            for ref, result in zip(replaced, results, strict=True):
                 ref[...] = result
             return
         rounds = schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs, marks=marks)
@@ -251,45 +255,60 @@ def attention_backward(
 
     # Not jax.new_ref: its effect would be seen outside, where custom derivatives know none.
     zeros = [jnp.full(dq_shape, zero), jnp.zeros_like(k), jnp.zeros_like(v)]
-    more = extra | first
-    zeros += [jnp.zeros(x.shape, x.dtype) for x in more.values()]
+    of_terms = extra | written
+    zeros += [jnp.zeros(x.shape, x.dtype) for x in of_terms.values()]
     dq, dk, dv, *others = pl.run_state(add_up)(zeros)
     dq = dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0) if slabs > 1 else dq
-    found = dict(zip(more, others, strict=True))
-    if first:
-        found["dbias"] = _without_unvisited(found["dbias"], ranges, config)
+    found = dict(zip(of_terms, others, strict=True))
+    if written:
+        visited = _visited(ranges, config, found["dbias"].shape)
+        found["dbias"] = _zeros_elsewhere(found["dbias"], visited)
     return dq, dk, dv, found
 
 
 def _writes_bias(
-    problem: Problem,
-    config: BackwardConfig,
-    ranges: schedules.QueryRanges,
-    table: Any,
+    problem: Problem, config: BackwardConfig, ranges: schedules.QueryRanges, table: Any
 ) -> bool:
-    """Whether the first batch element may write a bias's gradient, for the others to add to.
+    """Whether a bias's gradient is written tile by tile, not added to zeros.
 
-    That saves zeros, which would be written and read again. All batch elements must visit the same
-    tiles, known at trace time, a tile must be of one head, and a thread block must be able to wait
-    for another: all of them run at the same time.
+    That saves zeros, which would be written and read again. A tile must be of one head, and which
+    tiles are visited must be known at trace time, and the same for all batch elements. Where these
+    share the bias one of them writes, and the others wait for it and add: then thread blocks must
+    be able to wait for each other, and it pays off only beyond what the L2 cache holds.
     """
-    if config.own_gradients or problem.bias.shape[1] != problem.num_q_heads:
+    bias = problem.bias
+    if (
+        config.own_gradients
+        or bias.shape[1] != problem.num_q_heads
+        or problem.mask.array is not None
+    ):
         return False
-    if not isinstance(table, np.ndarray) or problem.mask.array is not None or len(ranges.lo) > 1:
+    if not isinstance(ranges.lo, np.ndarray) or len(ranges.lo) > 1:
+        return False
+    if bias.dtype == jnp.float32 and not _visited(ranges, config, bias.shape).all():
+        return False  # zeros elsewhere would take a pass of their own, with no conversion to be in
+    if bias.shape[0] == problem.batch:
+        return True
+    is_large = 4 * math.prod(bias.shape) >= _CACHED_BYTES
+    if not (is_large and problem.blocks_meet and isinstance(table, np.ndarray)):
         return False
     return schedules.can_await_first(table, problem.batch, problem.num_kv_heads)
 
 
-def _without_unvisited(
-    dbias: Array, ranges: schedules.QueryRanges, config: BackwardConfig
-) -> Array:
-    """A bias's gradient ``[B|1, Hq, rows, keys]`` with zeros where there is no tile to write it."""
-    sizes = dbias.shape[2] // config.block_q, dbias.shape[3] // config.block_kv
-    q_tile = np.arange(sizes[0])[:, None]
-    visited = (ranges.lo[0] <= q_tile) & (q_tile < ranges.hi[0])
+def _visited(
+    ranges: schedules.QueryRanges, config: BackwardConfig, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Which tiles of ``[..., rows, keys]`` are visited: ``[query tiles, key tiles]``."""
+    q_tile = np.arange(-(-shape[2] // config.block_q))[:, None]
+    return (ranges.lo[0] <= q_tile) & (q_tile < ranges.hi[0])
+
+
+def _zeros_elsewhere(dbias: Array, visited: np.ndarray) -> Array:
+    """A bias's gradient ``[B|1, Hq, rows, keys]`` with zeros where no tile has been written."""
     if visited.all():
         return dbias
-    tiled = dbias.reshape(*dbias.shape[:2], sizes[0], config.block_q, sizes[1], config.block_kv)
+    rows, keys = (size // tiles for size, tiles in zip(dbias.shape[2:], visited.shape, strict=True))
+    tiled = dbias.reshape(*dbias.shape[:2], visited.shape[0], rows, visited.shape[1], keys)
     return jnp.where(visited[:, None, :, None], tiled, 0.0).reshape(dbias.shape)
 
 

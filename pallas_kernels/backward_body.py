@@ -39,8 +39,9 @@ Ref = Any
 
 _MEETING = 5  # the first named barrier that is not Mosaic's
 FIRST_TURN = 6  # and a warpgroup's turn: one for each consumer
-_DISTANCE = 3  # steps between batch elements that add to a bias's gradient,
-_DISTANCES = 4  # for so many of them
+_MAX_LAG = 3  # steps between batch elements that wait to add to a bias's gradient,
+_NUM_LAGS = 4  # for so many of them,
+_STEPS_A_LAG = 20  # and less than 3 if there are not so many steps for each
 
 
 class Tile(NamedTuple):
@@ -84,8 +85,9 @@ class Kernel(Tiles):
         ops: Ops,
         edges: schedules.QueryEdges,
         refs: dict[str, Ref],
+        writes_bias: bool = False,
     ):
-        super().__init__(problem, ops, edges, refs)
+        super().__init__(problem, ops, edges, refs, writes_bias)
         self.config = config
         self.bias_stages = config.bias_stages if "bias_s" in refs else 0
         self.transposes_bias = transposes_bias(problem, config)
@@ -213,9 +215,11 @@ class Kernel(Tiles):
             plgpu.copy_gmem_to_smem(source, target.at[kv_slot, place], full)
 
         def await_first_of_bias(head: Any, row: Any) -> None:
-            # The others keep a distance: they would add to the same place at the same time.
-            others = remainder(self.order_in_head(batch, head) - 1, _DISTANCES)
-            needed = row + config.block_q * (1 + _DISTANCE * others)
+            # Each a few steps further behind: together they would add to the same place. Where
+            # there are few steps, waiting costs more than that.
+            lag = min(self.problem.q_len // config.block_q // _STEPS_A_LAG, _MAX_LAG)
+            place = remainder(self.order_in_head(batch, head) - 1, _NUM_LAGS)
+            needed = row + config.block_q * (1 + lag * place)
             for group in range(GROUPS):
                 rows = refs["dbias_rows"].at[head, tile.kv_tile, pl.ds(group, 1)]
                 self.ops.await_value(rows, needed)

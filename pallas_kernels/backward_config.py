@@ -8,7 +8,7 @@ from typing import Any
 from pallas_kernels import tiles
 from pallas_kernels.config import Problem
 
-GROUPS = 2  # consumer warpgroups
+GROUPS = 2  # consumer warpgroups that share a tile; dq_warpgroup is one more
 _ROWS = tiles.WARPGROUP_ROWS
 _REGISTERS = (504, 512)  # of a thread in each of three or four warpgroups together
 _CACHE_BYTES = 2**25  # of the L2 cache that queries and their gradients may fill
@@ -180,6 +180,8 @@ def default_config(problem: Problem) -> BackwardConfig:
     if widest <= 128:
         bias_stages = _bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32)
         spill_bytes = 128 if ids else 48
+        if problem.has_bias_tiles:
+            spill_bytes = max(spill_bytes, 88)  # 68 where its gradient waits for other blocks
         if widest <= 96:
             spill_bytes = 32 if ids else 8  # 24 with segments and JAX 0.12, else 0 or 8
         return BackwardConfig(

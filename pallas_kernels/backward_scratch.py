@@ -97,7 +97,7 @@ def scratch_tree(
             "bias_full": barriers(config.bias_stages, 1),
             "bias_empty": barriers(config.bias_stages),
         }
-    if config.dq_warpgroup:
+    if config.dq_warpgroup:  # K and V come in fp32, and have places, and barriers, of their own
         sizes = {"k": d, "v": dv}
         tree |= {f"{x}_wide_s": tiles.buffer((block_kv, n), dtype) for x, n in sizes.items()}
         once = ("k_full", "v_full", "v_empty", "kv_full", "kv_empty")  # kv: the parts of K

@@ -113,11 +113,17 @@ class Tiles:
         terms: of the call.
         has_visits: whether key tiles have lists of query tiles, because of a boolean mask.
         value_scale: factor of dV.
+        writes_bias: whether a bias's gradient is written at first, not added to zeros.
         warpgroup: this one's index.
     """
 
     def __init__(
-        self, problem: Problem, ops: Ops, edges: schedules.QueryEdges, refs: dict[str, Ref]
+        self,
+        problem: Problem,
+        ops: Ops,
+        edges: schedules.QueryEdges,
+        refs: dict[str, Ref],
+        writes_bias: bool = False,
     ):
         self.problem = problem
         self.ops = ops
@@ -126,6 +132,7 @@ class Tiles:
         self.terms = Terms(ops, problem, refs)
         self.has_visits = "visits" in refs
         self.value_scale = 1.0 / (1.0 - problem.dropout_rate)
+        self.writes_bias = writes_bias
         self.warpgroup = lax.axis_index("warpgroup")
 
     def hide(self, step: Step, s: Array, given: Given, row: Any, key: Any) -> Array:
@@ -319,29 +326,27 @@ class Tiles:
         count = source.shape[0]
         is_first = self.is_first_of_bias(step.batch, step.head)
         for first in range(0, ds.shape[1], count):
-            choose(
-                is_first if first == 0 else False,
-                lambda: self.publish_bias(step.head, step.key, row),
-                lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True),
-            )
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.ops.store_transposed(source, ds[:, first : first + count])
             plgpu.commit_smem()
             at = pl.ds(row + first, count), pl.ds(key, ROWS)
             target = self.terms.of("dbias", step.batch, step.head).at[at]
-            choose(
-                is_first,
-                functools.partial(plgpu.copy_smem_to_gmem, source, target),
-                functools.partial(self.ops.reduce_store, source, target),
-            )
+
+            def write(source: Ref = source, target: Ref = target, first: int = first) -> None:
+                if first == 0:  # what was written before has had a step's time to arrive
+                    self.publish_bias(step.head, step.key, row)
+                plgpu.copy_smem_to_gmem(source, target)
+
+            choose(is_first, write, functools.partial(self.ops.reduce_store, source, target))
 
     def is_first_of_bias(self, batch: Any, head: Any) -> Any:
         """Whether a batch element writes its part of the bias's gradient, before others add to it.
 
-        Otherwise all of them add to zeros.
+        Otherwise it adds: to what the first has written, or to zeros.
         """
-        if "dbias_rows" not in self.refs:
+        if not self.writes_bias:
             return False
-        return True if self.refs["dbias"].shape[0] > 1 else self.order_in_head(batch, head) == 0
+        return self.order_in_head(batch, head) == 0 if "dbias_rows" in self.refs else True
 
     def order_in_head(self, batch: Any, head: Any) -> Any:
         """See :func:`pallas_kernels.schedule.order_in_head`; of a query head."""
@@ -352,7 +357,9 @@ class Tiles:
         )
 
     def publish_bias(self, head: Any, key: Any, rows: Any) -> None:
-        """Tells other batch elements that the first ``rows`` of the bias's gradient are there."""
+        """Tells others, if there are any, that the first ``rows`` of the gradient are there."""
+        if "dbias_rows" not in self.refs:
+            return
         plgpu.wait_smem_to_gmem(0)
         kv_tile = lax.div(key, jnp.int32(GROUPS * ROWS))
         place = head, kv_tile, pl.ds(self.warpgroup, 1)

@@ -103,6 +103,7 @@ class Problem:
         soft_cap: ``c`` of ``c * tanh(x / c)``, or None.
         dropout_rate: probability of dropping, in [0, 1).
         num_blocks: thread blocks to launch at most.
+        blocks_meet: whether so many are known to run at the same time, and may wait for each other.
     """
 
     batch: int
@@ -121,6 +122,7 @@ class Problem:
     soft_cap: float | None = None
     dropout_rate: float = 0.0
     num_blocks: int = 132
+    blocks_meet: bool = False
 
     @property
     def parts(self) -> int:

@@ -26,6 +26,7 @@ TILE = plgpu.Layout.WGMMA  # a [64 * n, 8 * m] array over the 128 threads of a w
 ROWS = TILE.reduce(1)  # one value a row of TILE, held by the four threads that share the row
 COLUMNS = TILE.reduce(0)  # one value a column of TILE, held by all threads that share the column
 _COLUMNS_AXIS, _HALF_AXIS = 1, 4
+_MOST_POLLS = 2**27  # of a value that does not come: a minute or more
 
 
 def named_barrier(operation: str, barrier: int | Array, num_threads: int) -> None:
@@ -73,8 +74,10 @@ def await_value(ref: Ref, value: Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
     def emit(_: Any, ref: Any, value: Any) -> None:
         mgpu.utils.inline_ptx(
-            "{ .reg .pred less; .reg .s32 found; AGAIN: ld.acquire.gpu.s32 found, [$0]; "
-            "setp.lt.s32 less, found, $1; @less bra AGAIN; fence.proxy.async.global; }",
+            "{ .reg .pred p; .reg .s32 found; .reg .u32 polls; mov.u32 polls, 0; "
+            "AGAIN: ld.acquire.gpu.s32 found, [$0]; setp.ge.s32 p, found, $1; @p bra THERE; "
+            f"add.u32 polls, polls, 1; setp.lt.u32 p, polls, {_MOST_POLLS}; @p bra AGAIN; trap; "
+            "THERE: fence.proxy.async.global; }",
             mgpu.utils.memref_ptr(ref),
             value.registers[()],
             has_side_effects=True,
@@ -272,8 +275,8 @@ def widen(x: Array) -> Array:
 def upper_halves(x: Array) -> tuple[Array, Array]:
     """Those of an fp32 TILE: see :func:`pallas_kernels.split.upper_halves`.
 
-    Five instructions a pair, none of them a conversion, which would have half their rate. And no
-    product that an array comes from is made part of the subtraction, which costs a negation.
+    Five instructions a pair, none of them a conversion, which would have half their rate. LLVM does
+    not contract this subtraction with a product that an array comes from.
     """
     from jaxlib.mlir import ir
 

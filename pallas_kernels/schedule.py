@@ -309,8 +309,8 @@ def _batch_first(tiles: Any, batch: int, num_heads: int, tiles_a_head: int, xp: 
 def order_in_head(element: Any, head: Any, batch: int, rem: Callable[[Any, Any], Any]) -> Any:
     """Which of the batch elements that share a bias this is, 0 for the first of a key head.
 
-    Another one comes first in each head, as the first has less to do (backward: it writes where
-    others add), and a thread block has the same batch element most of the time.
+    Another one comes first in each head, as the first has less to do in the backward pass: it
+    writes where others add. A thread block has the same batch element most of the time.
     """
     return rem(element + batch - rem(head, batch), batch)
 

@@ -1,14 +1,14 @@
 """fp32 products on tensor cores that multiply bf16: three parts of each factor, six products.
 
     x = x0 + x1 + x2        x0 = bf16(x), x1 = bf16(x - x0), x2 = x - x0 - x1      3 x 8 bits: exact
-    a b = a0 b0 + (a0 b1 + a1 b0) + (a1 b1 + a0 b2 + a2 b0)       the rest is below 2**-26 |a b|
+    a b = a0 b0 + (a0 b1 + a1 b0) + (a1 b1 + a0 b2 + a2 b0)       the rest is below 2**-22 |a b|
 
 bf16 has the exponents of fp32, so nothing overflows and nothing has to be scaled. The smallest
 products come first. Of a factor that is made in registers parts are truncated, not rounded, which
-takes no conversions: x1 is then up to twice as large. Were both factors so, the rest would always
-have the sign of a b, and add up. Tensor cores add up with truncation, which biases long sums: the
-products of one tile get an accumulator of their own, which is added to a longer sum with rounding
-(:meth:`pallas_kernels.ops.Ops.with_partial_sum`).
+takes no conversions: x1 is then up to twice as large. Where both factors are so, in dQ, the rest
+has the sign of a b: 4e-8 of it in the mean, half a rounding. Tensor cores add up with truncation,
+which biases long sums: the products of one tile get an accumulator of their own, which is added to
+a longer sum with rounding (:meth:`pallas_kernels.ops.Ops.with_partial_sum`).
 """
 
 from __future__ import annotations

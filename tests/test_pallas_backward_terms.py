@@ -150,11 +150,6 @@ CASES = {
         {"bias": bias_of(1, 2, 150, 150, dtype="bfloat16"), "local_window_size": (60, 20)},
         {"bias": bias_of(1, 2, 150, 150, dtype="bfloat16"), "window": (60, 20)},
     ),
-    "full bias, shared, causal": (
-        (3, 150, 300, 2, 1, 64),
-        {"bias": bias_of(1, 2, 150, 300), "is_causal": True},
-        None,
-    ),
     "full bias, unequal shares": (
         (1, 70, 130, 2, 1, 88),
         {"bias": bias_of(1, 2, 70, 130, dtype="bfloat16")},
@@ -455,6 +450,80 @@ def test_lists_hold_the_query_tiles_that_see_a_key_tile(heads, is_causal):
                 assert entry % 2 == (not block.all() or block.shape != (64, 128))
     counts = visits[:, :, 0].reshape(-1, min(heads, 2), 3).sum(axis=1)
     np.testing.assert_array_equal(steps, counts if heads > 1 else 2 * counts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "keywords", "counters"),
+    [
+        # Two parts a step, and key tiles that nobody sees.
+        ((3, 150, 300, 2, 1, 64), bias_of(1, 2, 150, 300, dtype="bfloat16"), {}, (2, 3, 2)),
+        # Query tiles in two loops, and gradients staged in two pieces.
+        ((2, 150, 150, 2, 2, 80), bias_of(1, 2, 150, 150, dtype="bfloat16"), {}, (2, 2, 2)),
+        ((2, 70, 130, 2, 1, 64), bias_of(2, 2, 70, 130, dtype="bfloat16"), {}, ()),
+        ((1, 70, 130, 2, 1, 64), bias_of(1, 2, 70, 130), {"is_causal": False}, ()),
+        ((2, 70, 130, 2, 1, 64), bias_of(1, 1, 70, 130), {}, None),
+        ((2, 70, 130, 2, 1, 64), bias_of(1, 2, 70, 130), {}, None),
+        ((2, 70, 70, 1, 1, 64), bias_of(1, 1, 70, 70), {"key_value_seq_lengths": i32(9, 70)}, None),
+    ],
+)
+def test_how_a_bias_gradient_begins(shape, bias, keywords, counters, monkeypatch):
+    """Written, by all batch elements or by the first of a head, whom the others wait for; or added.
+
+    Interpret mode has nothing to wait for, but what a GPU would wait for is in the counters: all of
+    them must say at last that all rows are there.
+    """
+    seen = []
+
+    def launch(problem, *args, **options):
+        *gradients, found = backward.attention_backward(problem, *args, **options)
+        jax.debug.callback(lambda found: seen.append(found), found)
+        return *gradients, found
+
+    ways = []
+    decide = backward._writes_bias
+    monkeypatch.setattr(backward, "_CACHED_BYTES", 0)
+    monkeypatch.setattr(backward, "_writes_bias", lambda *x: ways.append(decide(*x)) or ways[-1])
+    monkeypatch.setattr(backend, "_launch_backward", launch)
+    q, k, v = qkv(*shape)
+    do, dlse = cotangents(q, v)
+    keywords = {"is_causal": True, **keywords}
+    terms = dict(keywords)
+    if "key_value_seq_lengths" in terms:
+        terms["kv_lengths"] = terms.pop("key_value_seq_lengths")
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, bias=bias, **terms)
+    got = run(q, k, v, do, dlse, bias=bias, **keywords)
+    check(got, want, names=("dq", "dk", "dv", "dbias"))
+    jax.effects_barrier()
+    assert ways == [counters is not None]
+    assert ("dbias_rows" in seen[0]) == bool(counters)
+    if counters:
+        np.testing.assert_array_equal(
+            seen[0]["dbias_rows"], np.full(counters, np.iinfo(np.int32).max)
+        )
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_thread_blocks_wait_only_where_all_of_them_run_at_once(known):
+    """A program that is made where there is no GPU may run on one with fewer multiprocessors."""
+    bias = jax.ShapeDtypeStruct((1, 16, 4096, 4096), jnp.bfloat16)
+    problem = Problem(
+        batch=4,
+        q_len=4096,
+        kv_len=4096,
+        num_q_heads=16,
+        num_kv_heads=16,
+        head_dim=128,
+        value_dim=128,
+        dtype=jnp.bfloat16,
+        scale=1.0,
+        mask=Mask(),
+        bias=bias,
+        blocks_meet=known,
+    )
+    config = kernel_config.default_config(problem)
+    ranges, _ = schedule.find_query_ranges(Mask(), 4096, 4096, config.block_q, config.block_kv)
+    table = schedule.make_for_keys(ranges, 4, 16, 132, 1, batch_first=True)
+    assert backward._writes_bias(problem, config, ranges, table) == known
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 7, 132])
