@@ -1,11 +1,14 @@
 """Schedules of the backward kernel against the masks themselves, without a kernel."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_flash.mask import Mask, packed_mask
-from pallas_kernels import schedule
+from pallas_kernels import backward, schedule
+from pallas_kernels import backward_config as kernel_config
+from pallas_kernels.config import Problem
 
 MASKS = {
     "full": Mask(),
@@ -107,3 +110,82 @@ def test_bounds_are_the_queries_that_see_a_key(name):
     visible = np.asarray(IN_ORDER[name].to_array(q_len, kv_len))[:, 0]
     np.testing.assert_array_equal(inside[..., :kv_len], visible)
     assert not inside[..., kv_len:].any()
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lists_hold_the_query_tiles_that_see_a_key_tile(heads, is_causal):
+    """All of them and no others; those said to need no mask are whole and see all of it."""
+    blocks = np.random.default_rng(0).random((1, heads, 3, 5)) < 0.6
+    array = np.kron(blocks, np.ones((1, 1, 64, 64), bool))[:, :, :140, :300]
+    array = jnp.asarray(array ^ (np.arange(300) == 70))
+    mask = Mask(is_causal=is_causal, q_offset=160, array=array)
+    visits, ranges = schedule.find_query_visits(mask, 2, 4, 2, 140, 300, 64, 128)
+    visits, steps = np.asarray(visits), np.asarray(ranges.hi)
+    visible = np.asarray(mask.to_array(140, 300))
+    for row, by_key_tile in enumerate(visits):
+        seen = visible[0, row % heads]
+        for kv_tile, (count, *entries) in enumerate(by_key_tile):
+            blocks = [seen[i : i + 64, kv_tile * 128 :][:, :128] for i in range(0, 140, 64)]
+            assert [entry // 2 for entry in entries[:count]] == [
+                i for i, block in enumerate(blocks) if block.any()
+            ]
+            for entry in entries[:count]:
+                block = blocks[entry // 2]
+                assert entry % 2 == (not block.all() or block.shape != (64, 128))
+    counts = visits[:, :, 0].reshape(-1, min(heads, 2), 3).sum(axis=1)
+    np.testing.assert_array_equal(steps, counts if heads > 1 else 2 * counts)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_thread_blocks_wait_only_where_all_of_them_run_at_once(known):
+    """A program that is made where there is no GPU may run on one with fewer multiprocessors."""
+    bias = jax.ShapeDtypeStruct((1, 16, 4096, 4096), jnp.bfloat16)
+    problem = Problem(
+        batch=4,
+        q_len=4096,
+        kv_len=4096,
+        num_q_heads=16,
+        num_kv_heads=16,
+        head_dim=128,
+        value_dim=128,
+        dtype=jnp.bfloat16,
+        scale=1.0,
+        mask=Mask(),
+        bias=bias,
+        blocks_meet=known,
+    )
+    config = kernel_config.default_config(problem)
+    ranges, _ = schedule.find_query_ranges(Mask(), 4096, 4096, config.block_q, config.block_kv)
+    table = schedule.make_for_keys(ranges, 4, 16, 132, 1, batch_first=True)
+    assert backward._writes_bias(problem, config, ranges, table) == known
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 7, 132])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_thread_blocks_can_wait_for_the_first_batch_element(num_blocks, is_causal):
+    ranges, _ = schedule.find_query_ranges(Mask(is_causal=is_causal), 640, 640, 64, 128)
+    for head_group in (1, 3, 8):
+        table = schedule.make_for_keys(ranges, 4, 3, num_blocks, head_group, batch_first=True)
+        assert schedule.can_await_first(table, 4, 3)
+
+
+def test_thread_blocks_cannot_wait_for_what_comes_after_them():
+    """Two rows of two tiles, each of which begins with what needs the end of the other."""
+    table = np.zeros((2, 3, 7), np.int32)
+    table[:, 2, 0] = -1
+    table[0, :2, :2] = (0, 1), (1, 0)  # key tile, batch element
+    table[1, :2, :2] = (1, 1), (0, 0)
+    assert not schedule.can_await_first(table, 2, 1)
+    assert schedule.can_await_first(table[:, [1, 0, 2]], 2, 1)
+
+
+@pytest.mark.parametrize("num_blocks", [3, 200])
+def test_batch_elements_that_share_a_bias_are_neighbours(num_blocks):
+    """In the order of a schedule, which has every key tile of every head once."""
+    ranges, _ = schedule.find_query_ranges(Mask(), 128, 256, 64, 128)
+    table = schedule.make_for_keys(ranges, 4, 2, num_blocks, 1, batch_first=True)
+    words = [tuple(word[:2]) for row in table.swapaxes(0, 1) for word in row if word[0] >= 0]
+    assert sorted(words) == [(tile, head) for tile in range(2) for head in range(8)]
+    if num_blocks == 200:
+        assert {head % 2 for _, head in words[:8]} == {0}
