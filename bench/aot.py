@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-SERIALISED = ("C7512", "C7513", "C7514")
+SERIALISED = ("C7511", "C7512", "C7513", "C7514")
 _WHEELS = "JAX_FLASH_CUDA_WHEELS"
 
 # The device that is compiled for, in XLA's own terms.
