@@ -462,8 +462,8 @@ class Ops:
     def await_value(self, ref: Ref, value: Any) -> None:
         """Waits until another thread block has published ``value`` or more.
 
-        Both must run at the same time. If the other never comes the kernel fails, after a minute or
-        more. Nothing to wait for in interpret mode, where blocks run one after another.
+        Both must run at the same time. If the other never comes the kernel fails, after tens of
+        seconds. Nothing to wait for in interpret mode, where blocks run one after another.
         """
         if self.interpret is None:
             registers.await_value(ref, jnp.asarray(value, jnp.int32))

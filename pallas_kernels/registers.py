@@ -26,7 +26,7 @@ TILE = plgpu.Layout.WGMMA  # a [64 * n, 8 * m] array over the 128 threads of a w
 ROWS = TILE.reduce(1)  # one value a row of TILE, held by the four threads that share the row
 COLUMNS = TILE.reduce(0)  # one value a column of TILE, held by all threads that share the column
 _COLUMNS_AXIS, _HALF_AXIS = 1, 4
-_MOST_POLLS = 2**27  # of a value that does not come: a minute or more
+_MOST_POLLS = 2**27  # of a value that does not come: tens of seconds
 
 
 def named_barrier(operation: str, barrier: int | Array, num_threads: int) -> None:
@@ -53,35 +53,34 @@ def proxy_fence() -> None:
 
 def publish(ref: Ref, value: Array) -> None:
     """See :meth:`Ops.publish`."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def emit(_: Any, ref: Any, value: Any) -> None:
-        mgpu.utils.inline_ptx(
-            "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; "
-            "and.b32 thread, thread, 127; setp.eq.u32 first, thread, 0; "
-            "@first st.release.gpu.s32 [$0], $1; }",
-            mgpu.utils.memref_ptr(ref),
-            value.registers[()],
-            has_side_effects=True,
-        )
-
-    emit(ref, value)
+    _at_address(
+        "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; "
+        "and.b32 thread, thread, 127; setp.eq.u32 first, thread, 0; "
+        "@first st.release.gpu.s32 [$0], $1; }",
+        ref,
+        value,
+    )
 
 
 def await_value(ref: Ref, value: Array) -> None:
     """See :meth:`Ops.await_value`."""
+    _at_address(
+        "{ .reg .pred p; .reg .s32 found; .reg .u32 polls; mov.u32 polls, 0; "
+        "AGAIN: ld.acquire.gpu.s32 found, [$0]; setp.ge.s32 p, found, $1; @p bra THERE; "
+        f"add.u32 polls, polls, 1; setp.lt.u32 p, polls, {_MOST_POLLS}; @p bra AGAIN; trap; "
+        "THERE: fence.proxy.async.global; }",
+        ref,
+        value,
+    )
+
+
+def _at_address(ptx: str, ref: Ref, value: Array) -> None:
+    """Emits PTX with an address in global memory and an int32 scalar as operands."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
     def emit(_: Any, ref: Any, value: Any) -> None:
-        mgpu.utils.inline_ptx(
-            "{ .reg .pred p; .reg .s32 found; .reg .u32 polls; mov.u32 polls, 0; "
-            "AGAIN: ld.acquire.gpu.s32 found, [$0]; setp.ge.s32 p, found, $1; @p bra THERE; "
-            f"add.u32 polls, polls, 1; setp.lt.u32 p, polls, {_MOST_POLLS}; @p bra AGAIN; trap; "
-            "THERE: fence.proxy.async.global; }",
-            mgpu.utils.memref_ptr(ref),
-            value.registers[()],
-            has_side_effects=True,
-        )
+        address = mgpu.utils.memref_ptr(ref)
+        mgpu.utils.inline_ptx(ptx, address, value.registers[()], has_side_effects=True)
 
     emit(ref, value)
 

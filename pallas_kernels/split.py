@@ -6,7 +6,7 @@
 bf16 has the exponents of fp32, so nothing overflows and nothing has to be scaled. The smallest
 products come first. Of a factor that is made in registers parts are truncated, not rounded, which
 takes no conversions: x1 is then up to twice as large. Where both factors are so, in dQ, the rest
-has the sign of a b: 4e-8 of it in the mean, half a rounding. Tensor cores add up with truncation,
+has the sign of a b: 4e-8 of it in the mean, up to 2**-21. Tensor cores add up with truncation,
 which biases long sums: the products of one tile get an accumulator of their own, which is added to
 a longer sum with rounding (:meth:`pallas_kernels.ops.Ops.with_partial_sum`).
 """
