@@ -346,7 +346,8 @@ def training_curve(runs: Runs) -> Figure:
     curves = shakespeare.curves(run)
     if not curves:
         raise StaleError("it has no losses")
-    looks = dict(zip(curves, ((BLUE, "o"), (style.ORANGE, "s")), strict=False))
+    colors = (BLUE, "o"), (style.ORANGE, "s"), (style.GREEN, "^")
+    looks = dict(zip(curves, colors, strict=False))
     figure, axes = style.subplots(1, 2, 3.7, sharey=True, width_ratios=(3, 2))
     for ax, of, unit in zip(
         axes[0], ("seconds", "step"), ("seconds since the start", "steps"), strict=True

@@ -16,7 +16,7 @@ from bench.shakespeare import TRAINING, VALIDATION
 from models import data, train
 from tests.gpu_bench import pretend, ran
 
-FIRST, SECOND = shakespeare.RUNS
+FIRST, SECOND, THIRD = shakespeare.RUNS
 SETTINGS = {"batch_size": 64, "context_length": 256}
 LOG = (
     {"step": 0, "elapsed_s": 10.0, "run": {"settings": SETTINGS, "parameters": 10_745_088}},
@@ -81,7 +81,7 @@ def test_rows_are_what_the_log_says(command, on_a_gpu, tmp_path):
     found = measured(tmp_path)
     assert {row.impl for row in found.rows} == {OURS}
     rows = {(row.case, row.mode): row for row in found.rows}
-    for case in (FIRST, SECOND):
+    for case in (FIRST, SECOND, THIRD):
         losses = {0: 4.25, 250: 1.9, 500: 1.4696, 750: 1.625}
         for step, seconds in {0: 18.0, 250: 21.0, 500: 23.5, 750: 26.5}.items():
             row = rows[f"{case}, step {step}", VALIDATION]
@@ -92,7 +92,7 @@ def test_rows_are_what_the_log_says(command, on_a_gpu, tmp_path):
         assert rows[case, "step"].time_us == 8000.0
         assert rows[case, "step"].amount == 2_048_000.0
         assert 0.0 < rows[case, "command"].time_us < 60e6
-    (plain, env), (modern, _) = command.calls
+    (plain, env), (modern, _), (short, _) = command.calls
     assert plain == [
         *("-m", "models.train", "--preset", "shakespeare-char", "--out", plain[5]),
         *("--implementation", "mosaic", "--data", str(on_a_gpu)),
@@ -101,14 +101,16 @@ def test_rows_are_what_the_log_says(command, on_a_gpu, tmp_path):
         *("--norm", "rmsnorm", "--mlp", "swiglu", "--position", "rope"),
         *("--dropout-rate", "0.3", "--weight-decay", "2.0"),
     ]
+    assert short[len(plain) :] == ["--steps", "1000"]
     assert env["JAX_ENABLE_COMPILATION_CACHE"] == "false"
     assert "XLA_PYTHON_CLIENT_ALLOCATOR" not in env
     assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform"
 
 
 def test_a_curve_knows_its_best_point(command, tmp_path):
-    first, second = shakespeare.curves(measured(tmp_path))
-    assert (first.name, second.name) == ("GPT-2 style", "modern options")
+    first, *others = shakespeare.curves(measured(tmp_path))
+    assert first.name == "GPT-2 style"
+    assert [curve.name for curve in others] == ["modern options", "GPT-2 style in 1000 steps"]
     assert [point.step for point in first.points] == [0, 250, 500, 750]
     assert (first.best.step, first.best.loss, first.best.training_loss) == (500, 1.4696, 1.5)
     assert first.points[0].training_loss is None
@@ -142,7 +144,9 @@ def test_another_text_is_refused(command, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "_is_tinyshakespeare", lambda raw: False)
     found = measured(tmp_path, status=1)
     assert not command.calls
-    assert [(row.case, row.mode) for row in found.rows] == [(FIRST, "command"), (SECOND, "command")]
+    assert [(row.case, row.mode) for row in found.rows] == [
+        (case, "command") for case in shakespeare.RUNS
+    ]
     assert "not tinyshakespeare" in found.rows[0].note
     assert data.ENVIRONMENT_VARIABLE in found.rows[0].note
 
