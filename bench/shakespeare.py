@@ -1,8 +1,9 @@
 """Trains MiniGPT on Shakespeare's characters and writes down its curve.
 
 ``python -m models.train --preset shakespeare-char`` runs as anybody would run it, in a process of
-its own and from nothing compiled: as it is (GPT-2's layout, nanoGPT's settings), with the layout of today, and
-as it is but with a schedule of 1000 steps. The losses come from the run's own log.
+its own and from nothing compiled: as it is (the layout of GPT-2, the settings of nanoGPT), with the
+layout of today, and as it is but with a schedule of 1000 steps. The losses come from the run's own
+log.
 """
 
 from __future__ import annotations
