@@ -191,7 +191,7 @@ def cases() -> Iterator[Case]:
 
 
 def _problems(dims: Iterable[tuple[int, int]]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Names, problems and the arrays q, k and v of all masks."""
+    """Names, problems and the arrays q, k and v of all masks, with and without grouped heads."""
     import jax
     import jax.numpy as jnp
 
@@ -214,21 +214,22 @@ def _problems(dims: Iterable[tuple[int, int]]) -> Iterator[tuple[str, Any, tuple
                     continue
                 if dtype == "float32" and max(head_dim, value_dim) not in (64, 128):
                     continue
-                problem = config.Problem(
-                    batch=2,
-                    q_len=2048,
-                    kv_len=2048,
-                    num_q_heads=4,
-                    num_kv_heads=2,
-                    head_dim=head_dim,
-                    value_dim=value_dim,
-                    dtype=jnp.dtype(dtype),
-                    scale=0.1,
-                    mask=mask,
-                )
-                shapes = ((2048, 4, head_dim), (2048, 2, head_dim), (2048, 2, value_dim))
-                arrays = tuple(jax.ShapeDtypeStruct((2, *shape), dtype) for shape in shapes)
-                yield f"D{head_dim}/{value_dim} {mask_name} {dtype}", problem, arrays
+                for num_kv_heads, heads in ((4, ""), (2, " grouped")):
+                    problem = config.Problem(
+                        batch=2,
+                        q_len=2048,
+                        kv_len=2048,
+                        num_q_heads=4,
+                        num_kv_heads=num_kv_heads,
+                        head_dim=head_dim,
+                        value_dim=value_dim,
+                        dtype=jnp.dtype(dtype),
+                        scale=0.1,
+                        mask=mask,
+                    )
+                    shapes = (4, head_dim), (num_kv_heads, head_dim), (num_kv_heads, value_dim)
+                    arrays = tuple(jax.ShapeDtypeStruct((2, 2048, *x), dtype) for x in shapes)
+                    yield f"D{head_dim}/{value_dim} {mask_name} {dtype}{heads}", problem, arrays
 
 
 def _problems_with_terms() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:

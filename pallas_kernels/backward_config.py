@@ -143,7 +143,7 @@ def default_config(problem: Problem) -> BackwardConfig:
             dq_columns=16,
             hands_over_in_ds=True,
             split_edges=split_edges,
-            spill_bytes=224 + _more_spill_bytes(problem),  # 116 with segments, 332 with a bias
+            spill_bytes=320 + _more_spill_bytes(problem),  # 288 with segments, 440 with a bias
         )
     if problem.parts > 1:
         if not problem.has_terms:
@@ -161,7 +161,7 @@ def default_config(problem: Problem) -> BackwardConfig:
             keys_in_registers=True,
             ds_buffers=1,
             split_edges=split_edges,
-            spill_bytes=128 + _more_spill_bytes(problem),
+            spill_bytes=144 + _more_spill_bytes(problem),
         )
     if widest <= 64:
         spill_bytes = 200 if ids else 128  # LLVM of one JAX or another: up to 32 bytes apart
@@ -192,16 +192,18 @@ def default_config(problem: Problem) -> BackwardConfig:
         )
     spill_bytes = _more_spill_bytes(problem)
     if problem.bias is not None and problem.has_bias_tiles and widest > 192:
-        spill_bytes = max(spill_bytes, 224)  # read from global memory into registers
+        spill_bytes = max(spill_bytes, 256)  # read from global memory into registers
     if widest <= 192:
-        return BackwardConfig(own_gradients=True, split_edges=split_edges, spill_bytes=spill_bytes)
+        return BackwardConfig(
+            own_gradients=True, split_edges=split_edges, spill_bytes=8 + spill_bytes
+        )
     return BackwardConfig(
         own_gradients=True,
         do_stages=1,
         ds_buffers=1,
         dq_columns=64,
         split_edges=split_edges,
-        spill_bytes=16 + spill_bytes,
+        spill_bytes=64 + spill_bytes,
     )
 
 

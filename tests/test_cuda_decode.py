@@ -272,6 +272,28 @@ def test_a_batch_as_large_as_the_tables_allow():
             np.testing.assert_allclose(np.float32(x), np.float32(right), atol=atol)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lens", [[900], [4096, 3, 700, 64], [9000] + [50] * 40], ids=len)
+def test_two_gpus_give_the_same_bits(lens):
+    """And what one of them was asked before the other has no say in it."""
+    gpus = jax.devices()[:2]
+    if len(gpus) < 2:
+        pytest.skip("needs two GPUs")
+    query, key, value, lens = cache(lens, (32, 8), (128, 128), 1, "bfloat16")
+    pools, tables = into_pages([key, value], lens, 16, "HND")
+    arrays = query, *pools, tables, lens
+    attend = functools.partial(paged_attention, implementation="cuda", return_residual=True)
+    one, other = (jax.jit(attend)(*jax.device_put(arrays, gpu)) for gpu in gpus)
+    assert [x.devices() for x in (one[0], other[0])] == [{gpu} for gpu in gpus]
+    assert bits(one) == bits(other)
+    heads = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(np.array(gpus), ("x",)), jax.sharding.PartitionSpec(None, None, "x")
+    )
+    both = jax.jit(attend)(jax.device_put(query, heads), *arrays[1:])
+    for x, right in zip(both, one, strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(right), atol=2e-2)
+
+
 @pytest.mark.parametrize("q_len", [1, 8])
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_all_splits_agree(count, q_len):
