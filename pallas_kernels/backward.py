@@ -6,7 +6,7 @@ algorithm 2; Shah et al. 2024, FlashAttention-3, appendix B), everything transpo
     S'  = K_j Q_i^T        P'  = exp2(S' c - lse)          c = scale * log2(e); lse in log2 units
     dP' = V_j dO_i^T       dS' = P' * (dP' - delta)        delta = rowsum(dO * out) - dlse
     dV += P' dO_i          dK += dS' Q_i                   fp32, in registers until the tile ends
-    dQ_i += dS'^T K_j                                      fp32, added up in global memory by TMA
+    dQ_i += dS'^T K_j                                      fp32, added up in global memory
 
 so that lse and delta belong to columns. Five products; nothing is summed over thread blocks but dQ,
 whose last bits therefore depend on their order. The queries of all heads that share a key head are
@@ -25,6 +25,9 @@ layouts:
                     in fp32. Both have the same 64 keys: one makes S', P' and dV, the other dP', dS'
                     and dK. P' (rounded) and dS' go through shared memory. Each makes half of dQ,
                     that with dV one step late, so it never waits for the other's dS' of a step.
+
+dQ is added by TMA, or, where tiles leave shared memory no room for it, from registers in the order
+in which threads hold it: it is put in order when it is rounded.
 
 Queries that need no mask come without a test. In the rest scores and dS' are replaced where a key
 is hidden, and K_j is cleaned of NaN and inf once, because dQ multiplies it by zeros. Where lengths
@@ -73,7 +76,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash.mask import Mask
-from pallas_kernels import backward_terms, tiles
+from pallas_kernels import backward_terms, fragments, tiles
 from pallas_kernels import schedule as schedules
 from pallas_kernels.backward_config import (
     GROUPS,
@@ -196,6 +199,8 @@ def attention_backward(
     if deterministic:
         affordable = _SLAB_BYTES // max(4 * math.prod(dq_shape), 1)
         slabs = max(min(num_kv_tiles, num_blocks // (batch * num_heads), affordable), 1)
+    if config.adds_registers:
+        dq_shape = (batch, dq_shape[2], *fragments.shape(dq_shape[1], dq_shape[3]))
     dq_shape = (slabs * batch, *dq_shape[1:])
     table, written = None, {}
     if not deterministic:
@@ -259,6 +264,7 @@ def attention_backward(
     zeros += [jnp.zeros(x.shape, x.dtype) for x in of_terms.values()]
     dq, dk, dv, *others = pl.run_state(add_up)(zeros)
     dq = dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0) if slabs > 1 else dq
+    dq = fragments.to_rows(dq) if config.adds_registers else dq
     found = dict(zip(of_terms, others, strict=True))
     if written:
         visited = _visited(ranges, config, found["dbias"].shape)

@@ -32,6 +32,7 @@ from pallas_kernels.backward_tiles import (
     key_vectors,
 )
 from pallas_kernels.config import Problem
+from pallas_kernels.fragments import COLUMNS
 from pallas_kernels.ops import Ops, loop_between
 
 Array = jax.Array
@@ -498,7 +499,7 @@ class Kernel(Tiles):
         plgpu.commit_smem()
 
     def add_to_dq(self, dq: Array, step: Step, share: int | None = None) -> None:
-        """Adds this warpgroup's part of dQ of a step to global memory, through shared memory."""
+        """Adds this warpgroup's part of dQ of a step to global memory."""
         row, column = step.row, 0
         if self.problem.parts > 1:  # of other types XLA scales dQ as it converts it
             dq = dq * self.problem.scale
@@ -508,6 +509,11 @@ class Kernel(Tiles):
             row = row + self.warpgroup * ROWS
         elif not self.config.dq_warpgroup:
             column = self.warpgroup * (self.problem.head_dim // GROUPS)
+        if self.config.adds_registers:
+            chunks = pl.ds(lax.div(jnp.int32(column), COLUMNS), dq.shape[1] // COLUMNS)
+            at = step.slab, step.head, lax.div(row, ROWS), chunks
+            self.ops.add_fragment(self.refs["dq"].at[at], dq)
+            return
         staging = self.refs["dq_rest_s" if share else "dq_s"]
         staging = staging.at[self.warpgroup if staging.shape[0] > 1 else 0]
         width = self.config.dq_columns or dq.shape[1]
@@ -524,14 +530,16 @@ class Kernel(Tiles):
         kv_slot: Any,
         meanwhile: Callable[[], None] = lambda: None,
         share: int | None = None,
+        in_flight: int = 0,
     ) -> Array:
-        """This warpgroup's part of dS'^T K; all products are done when it is there.
+        """This warpgroup's part of dS'^T K; all products before it are done when it is there.
 
         Args:
             ds_slot: of dS'.
             kv_slot: of K.
             meanwhile: run once the product is issued.
             share: whose share it is, where they are unequal and so known at trace time.
+            in_flight: how many products ``meanwhile`` issues that may take longer.
         """
 
         def product(dq_acc: Ref) -> Array:
@@ -544,12 +552,25 @@ class Kernel(Tiles):
                 k = k.at[..., self.half(self.problem.head_dim)]
             self.ops.matmul_transposed(dq_acc, ds, k)
             meanwhile()
-            return self.ops.load_accumulator(dq_acc, wait=0)
+            return self.ops.load_accumulator(dq_acc, wait=in_flight)
 
         return self.accumulate(product, ("dq_rest_acc" if share else "dq_acc",))
 
-    def make_dq(self, step: Step, zero: Any, release: Callable[[], None] | None = None) -> None:
-        """Makes dQ of a step; ``release`` is run when the products before are done."""
+    def make_dq(
+        self,
+        step: Step,
+        zero: Any,
+        release: Callable[[], None] | None = None,
+        issue: Callable[[], None] | None = None,
+    ) -> None:
+        """Makes dQ of a step.
+
+        Args:
+            step: the step.
+            zero: an opaque one.
+            release: run when the products before are done; or after ``issue``, when that one is.
+            issue: issues one more product, which is made while dQ is added.
+        """
         ds_slot = self.slots(step.turn, zero)[2]
 
         def release_all() -> None:
@@ -558,9 +579,16 @@ class Kernel(Tiles):
                 release()
 
         def make(share: int | None = None) -> None:
-            dq = self.query_gradients(ds_slot, self.kv_slot(step, zero), release_all, share)
+            place = ds_slot, self.kv_slot(step, zero)
+            if issue is None:
+                dq = self.query_gradients(*place, release_all, share)
+            else:
+                dq = self.query_gradients(*place, issue, share, in_flight=1)
             self.arrive("ds_empty", ds_slot)
             self.add_to_dq(dq, step, share)
+            if issue is not None and release is not None:
+                self.ops.wait_matmuls(0)
+                release()
 
         self.wait("ds_full", ds_slot)
         if self.shares[0] == self.shares[1]:
@@ -568,14 +596,22 @@ class Kernel(Tiles):
         else:
             lax.cond(self.warpgroup == 0, lambda: make(0), lambda: make(1))
 
-    def make_dq_if_any(self, step: Step, zero: Any, release: Callable[[], None]) -> None:
+    def make_dq_if_any(
+        self,
+        step: Step,
+        zero: Any,
+        release: Callable[[], None],
+        issue: Callable[[], None] | None = None,
+    ) -> None:
         """Likewise, but there may be no such step."""
 
         def make_none() -> None:
+            if issue is not None:
+                issue()
             self.ops.wait_matmuls(0)
             release()
 
-        lax.cond(step.row >= 0, lambda: self.make_dq(step, zero, release), make_none)
+        lax.cond(step.row >= 0, lambda: self.make_dq(step, zero, release, issue), make_none)
 
     def half(self, size: int) -> Any:
         """This warpgroup's half of an axis."""

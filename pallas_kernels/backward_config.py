@@ -31,6 +31,10 @@ class BackwardConfig:
         bias_stages: own keys: tiles of a bias in flight, each of a part's queries; 0 reads it from
             global memory when it is needed.
         dq_columns: columns of dQ that a warpgroup stages at a time; 0 is all it has.
+        adds_registers: dQ is added to global memory from registers, in the order in which these
+            hold it (:mod:`pallas_kernels.fragments`), not by TMA from shared memory; not of fp32.
+        dq_first: own gradients: dQ is made before dV or dK, so that it is added while these are
+            made.
         keys_in_registers: own gradients: K and V are register operands.
         dq_warpgroup: own gradients in fp32: a third consumer makes dQ, not the two half of it each;
             and K and V come in fp32, so that those of the next tile have room while this one's
@@ -55,6 +59,8 @@ class BackwardConfig:
     ds_buffers: int = 2
     bias_stages: int = 0
     dq_columns: int = 0
+    adds_registers: bool = False
+    dq_first: bool = False
     keys_in_registers: bool = False
     dq_warpgroup: bool = False
     hands_over_in_ds: bool = False
@@ -81,6 +87,10 @@ class BackwardConfig:
         if self.hands_over_in_ds and (self.ds_buffers > 1 or not self.own_gradients):
             raise ValueError(
                 f"hands_over_in_ds: with own gradients and one buffer of dS', not {self.ds_buffers}"
+            )
+        if self.dq_first and (not self.own_gradients or self.dq_warpgroup or self.hands_over_in_ds):
+            raise ValueError(
+                "dq_first: with own gradients, two consumers, and P' in a buffer of its own"
             )
         if self.dq_warpgroup and (
             self.hands_over_in_ds or not (self.own_gradients and self.keys_in_registers)
@@ -190,20 +200,15 @@ def default_config(problem: Problem) -> BackwardConfig:
             split_edges=split_edges,
             spill_bytes=spill_bytes + _more_spill_bytes(problem),
         )
-    spill_bytes = _more_spill_bytes(problem)
-    if problem.bias is not None and problem.has_bias_tiles and widest > 192:
-        spill_bytes = max(spill_bytes, 256)  # read from global memory into registers
-    if widest <= 192:
-        return BackwardConfig(
-            own_gradients=True, split_edges=split_edges, spill_bytes=8 + spill_bytes
-        )
+    spill_bytes = 0 if widest <= 192 else 36  # with grouped heads none
     return BackwardConfig(
         own_gradients=True,
-        do_stages=1,
-        ds_buffers=1,
-        dq_columns=64,
+        do_stages=3 if widest <= 192 else 2,
+        ds_buffers=2 if widest <= 192 else 1,
+        adds_registers=True,
+        dq_first=True,
         split_edges=split_edges,
-        spill_bytes=64 + spill_bytes,
+        spill_bytes=spill_bytes + _more_spill_bytes(problem),
     )
 
 
@@ -265,6 +270,8 @@ def padded_dims(head_dim: int, value_dim: int, *, is_split: bool = False) -> tup
 def dq_shares(problem: Problem, config: BackwardConfig) -> tuple[int, int]:
     """Columns of dQ that each consumer makes: halves, or about that in whole swizzled tiles."""
     size = problem.head_dim
+    if config.adds_registers and problem.parts > 1:
+        raise ValueError("adds_registers: not of fp32, which stages dK and dV where dQ was")
     if config.splits_rows:
         return size, size
     if config.dq_warpgroup:

@@ -434,7 +434,21 @@ class OwnGradients(Kernel):
 
         def add_values(target: Ref) -> None:
             kept = ops.operand(p, p.dtype)
-            ops.matmul_registers(target, kept, refs["do_s"].at[do_slot])
+
+            def issue() -> None:
+                ops.matmul_registers(target, kept, refs["do_s"].at[do_slot])
+
+            def hand_over() -> None:
+                self.wait("p_empty")
+                refs["p_s"][...] = slopes
+                self.arrive("p_full")
+
+            if self.config.dq_first:
+                hand_over()
+                release = functools.partial(self.arrive, "do_empty", do_slot)
+                self.make_dq_if_any(before, zero, release, issue)
+                return
+            issue()
             if before is None:
                 ops.wait_matmuls(0)
                 self.arrive("do_empty", do_slot)
@@ -448,9 +462,7 @@ class OwnGradients(Kernel):
                 ops.store_operand(refs["ds_s"].at[zero, 0], handed)
                 self.arrive("p_full")
                 return
-            self.wait("p_empty")
-            refs["p_s"][...] = slopes
-            self.arrive("p_full")
+            hand_over()
             make_dq(release)
 
         self.with_partial_sum(add_values, dv_acc)
@@ -491,7 +503,16 @@ class OwnGradients(Kernel):
         self.wait("q_full", q_slot)
 
         def add_queries(target: Ref) -> None:
-            ops.matmul_registers(target, ds, refs["q_s"].at[q_slot])
+            def issue() -> None:
+                ops.matmul_registers(target, ds, refs["q_s"].at[q_slot])
+
+            if self.config.dq_first:
+                dq = self.query_gradients(ds_slot, zero, issue, in_flight=1)
+                self.add_to_dq(dq, step)
+                ops.wait_matmuls(0)
+                self.arrive("q_empty", q_slot)
+                return
+            issue()
             if self.config.dq_warpgroup:
                 ops.wait_matmuls(0)
                 self.arrive("q_empty", q_slot)

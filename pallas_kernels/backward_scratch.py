@@ -56,8 +56,6 @@ def scratch_tree(
         "lse_s": plgpu.SMEM((config.q_stages, block_q), jnp.float32),
         "delta_s": plgpu.SMEM((config.do_stages, block_q), jnp.float32),
         "ds_s": buffer(stages, block_q // ROWS, block_kv, ROWS),
-        "dq_s": dq_buffer(1 if is_unequal or config.dq_warpgroup else GROUPS, shares[0]),
-        "dq_rest_s": dq_buffer(1, shares[1]) if is_unequal else None,
         "of_keys_s": plgpu.SMEM((kv_stages, len(of_keys), block_kv), jnp.int32)
         if of_keys
         else None,
@@ -80,12 +78,14 @@ def scratch_tree(
         "dq_acc": ops.accumulator_scratch(config.consumers, (ROWS, shares[0])),
         "dq_rest_acc": ops.accumulator_scratch(GROUPS, (ROWS, shares[1])) if is_unequal else None,
     }
+    if not config.adds_registers:
+        tree["dq_s"] = dq_buffer(1 if is_unequal or config.dq_warpgroup else GROUPS, shares[0])
+        tree["dq_rest_s"] = dq_buffer(1, shares[1]) if is_unequal else None
     if problem.parts > 1:
         tree["part_acc"] = ops.accumulator_scratch(GROUPS, (ROWS, max(d, dv)))
-    if "dbias" in extra and (
-        is_unequal or config.dq_warpgroup or (config.dq_columns or shares[0]) != ROWS
-    ):
-        # Where dQ is staged rows are of another length, or another warpgroup stages it.
+    is_alike = not (is_unequal or config.dq_warpgroup or config.adds_registers)
+    if "dbias" in extra and not (is_alike and (config.dq_columns or shares[0]) == ROWS):
+        # Where dQ is staged, if anywhere, rows are of another length, or by another warpgroup.
         makers = 1 if config.own_gradients else GROUPS
         tree["dbias_s"] = tiles.buffer((makers, 32, ROWS), jnp.float32)
     if problem.bias is not None and problem.has_bias_tiles and config.bias_stages:

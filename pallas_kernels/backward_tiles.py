@@ -319,10 +319,8 @@ class Tiles:
             add_column_sums(self.ops, ds, target.at[pl.ds(row, ds.shape[1])])
         if "dbias" not in self.refs:
             return
-        source = self.refs["dq_s"].at[self.warpgroup]
-        if "dbias_s" in self.refs:
-            staging = self.refs["dbias_s"]
-            source = staging.at[self.warpgroup if staging.shape[0] > 1 else 0]
+        staging = self.refs["dbias_s" if "dbias_s" in self.refs else "dq_s"]
+        source = staging.at[self.warpgroup if staging.shape[0] > 1 else 0]
         count = source.shape[0]
         is_first = self.is_first_of_bias(step.batch, step.head)
         for first in range(0, ds.shape[1], count):

@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash import mask
-from pallas_kernels import registers
+from pallas_kernels import fragments, registers
 from pallas_kernels import split as splitting
 
 Array = jax.Array
@@ -448,6 +448,18 @@ class Ops:
         else:
             target[...] = target[...] + source[...]
             plgpu.commit_smem()
+
+    def add_fragment(self, target: Ref, x: Array) -> None:
+        """``target += x`` in global memory, atomic for each element, from registers.
+
+        Args:
+            target: fp32 ``[columns / 8, 512]``, in the order of :mod:`pallas_kernels.fragments`.
+            x: fp32 TILE ``[64, columns]``.
+        """
+        if self.interpret is None:
+            registers.add_fragment(target, x)
+        else:
+            target[...] = target[...] + fragments.from_tile(x)
 
     def publish(self, ref: Ref, value: Any) -> None:
         """Writes an int32 to ``ref`` ``[1]`` in global memory, for other thread blocks to see.

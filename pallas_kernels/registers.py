@@ -74,6 +74,31 @@ def await_value(ref: Ref, value: Array) -> None:
     )
 
 
+def add_fragment(ref: Ref, x: Array) -> None:
+    """See :meth:`Ops.add_fragment`."""
+    from jaxlib.mlir import ir
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+    def emit(_: Any, ref: Any, x: Any) -> None:
+        # Side effects keep it in the loop, where it costs no register that lasts.
+        address = mgpu.utils.inline_ptx(
+            "{ .reg .u32 thread; mov.u32 thread, %tid.x; and.b32 thread, thread, 127; "
+            "mad.wide.u32 $0, thread, 16, $1; }",
+            mgpu.utils.memref_ptr(ref),
+            result_types=ir.IntegerType.get_signless(64),
+            has_side_effects=True,
+        )
+        for place, halves in enumerate(x.registers.reshape(-1, 2)):
+            mgpu.utils.inline_ptx(
+                f"red.relaxed.gpu.global.add.v4.f32 [$0+{2048 * place}], {{$1, $2, $3, $4}};",
+                address,
+                *(_element(register, i) for register in halves for i in range(2)),
+                has_side_effects=True,
+            )
+
+    emit(ref, x)
+
+
 def _at_address(ptx: str, ref: Ref, value: Array) -> None:
     """Emits PTX with an address in global memory and an int32 scalar as operands."""
 

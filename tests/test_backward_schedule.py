@@ -1,4 +1,4 @@
-"""Schedules of the backward kernel against the masks themselves, without a kernel."""
+"""The backward kernel's schedules against the masks themselves, and its options; no kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -189,3 +189,27 @@ def test_batch_elements_that_share_a_bias_are_neighbours(num_blocks):
     assert sorted(words) == [(tile, head) for tile in range(2) for head in range(8)]
     if num_blocks == 200:
         assert {head % 2 for _, head in words[:8]} == {0}
+
+
+def test_configs_ask_for_no_more_than_there_is():
+    with pytest.raises(ValueError, match="consumer_registers=248"):
+        kernel_config.BackwardConfig(consumer_registers=248)
+    with pytest.raises(ValueError, match="block_q=128"):
+        kernel_config.BackwardConfig(own_gradients=True, block_q=128)
+    with pytest.raises(ValueError, match="ds_buffers=1"):
+        kernel_config.BackwardConfig(ds_buffers=1)
+    with pytest.raises(ValueError, match="parts=4"):
+        kernel_config.BackwardConfig(block_q=128, parts=4)
+    with pytest.raises(ValueError, match="kv_stages=2: 1 with own gradients"):
+        kernel_config.BackwardConfig(own_gradients=True, kv_stages=2)
+    for own_gradients in (False, True):
+        with pytest.raises(ValueError, match="hands_over_in_ds"):
+            kernel_config.BackwardConfig(own_gradients=own_gradients, hands_over_in_ds=True)
+        with pytest.raises(ValueError, match="dq_warpgroup"):
+            kernel_config.BackwardConfig(own_gradients=own_gradients, dq_warpgroup=True)
+    with pytest.raises(ValueError, match="dq_first: with own gradients"):
+        kernel_config.BackwardConfig(dq_first=True)
+    options = {"own_gradients": True, "keys_in_registers": True, "dq_warpgroup": True}
+    with pytest.raises(ValueError, match="more than the 512 there are"):
+        kernel_config.BackwardConfig(**options)
+    assert kernel_config.BackwardConfig(**options, consumer_registers=208).consumers == 3

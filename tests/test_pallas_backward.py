@@ -113,6 +113,7 @@ CASES = COMMON_CASES | {
         {"q_lengths": i32(100, 3, 70, 0), "kv_lengths": i32(130, 200, 0, 9)},
     ),
     "segments": ((1, 150, 150, 1, 1, 64), *SEGMENTS),
+    "grouped heads D256": ((2, 70, 130, 2, 1, 256), {"is_causal": True}, None),
     "segments D256": ((1, 150, 150, 1, 1, 256), *SEGMENTS),
     "negative scale": ((1, 64, 64, 1, 1, 64), {"scale": -0.3}, None),
     "zero scale": ((1, 64, 64, 1, 1, 64), {"scale": 0.0}, None),
@@ -181,6 +182,16 @@ CONFIGS = {
     "two K and V": kernel_config.BackwardConfig(block_q=128, parts=2, kv_stages=2),
     "own gradients": kernel_config.BackwardConfig(
         own_gradients=True, ds_buffers=1, q_stages=1, dq_columns=32, split_edges=False
+    ),
+    "dQ from registers": kernel_config.BackwardConfig(adds_registers=True),
+    "dQ from registers, of rows": kernel_config.BackwardConfig(
+        block_q=128, parts=2, adds_registers=True
+    ),
+    "dQ from registers, own gradients": kernel_config.BackwardConfig(
+        own_gradients=True, adds_registers=True
+    ),
+    "dQ first": kernel_config.BackwardConfig(
+        own_gradients=True, adds_registers=True, dq_first=True, ds_buffers=1
     ),
     "P in the place of dS": kernel_config.BackwardConfig(
         own_gradients=True, ds_buffers=1, do_stages=1, hands_over_in_ds=True
@@ -439,28 +450,6 @@ def test_dims_are_padded_to_what_has_tiles(dims, padded):
     assert not {80, 96} & {*kernel_config.padded_dims(*dims, is_split=True)}
 
 
-def test_configs_ask_for_no_more_than_there_is():
-    with pytest.raises(ValueError, match="consumer_registers=248"):
-        kernel_config.BackwardConfig(consumer_registers=248)
-    with pytest.raises(ValueError, match="block_q=128"):
-        kernel_config.BackwardConfig(own_gradients=True, block_q=128)
-    with pytest.raises(ValueError, match="ds_buffers=1"):
-        kernel_config.BackwardConfig(ds_buffers=1)
-    with pytest.raises(ValueError, match="parts=4"):
-        kernel_config.BackwardConfig(block_q=128, parts=4)
-    with pytest.raises(ValueError, match="kv_stages=2: 1 with own gradients"):
-        kernel_config.BackwardConfig(own_gradients=True, kv_stages=2)
-    for own_gradients in (False, True):
-        with pytest.raises(ValueError, match="hands_over_in_ds"):
-            kernel_config.BackwardConfig(own_gradients=own_gradients, hands_over_in_ds=True)
-        with pytest.raises(ValueError, match="dq_warpgroup"):
-            kernel_config.BackwardConfig(own_gradients=own_gradients, dq_warpgroup=True)
-    options = {"own_gradients": True, "keys_in_registers": True, "dq_warpgroup": True}
-    with pytest.raises(ValueError, match="more than the 512 there are"):
-        kernel_config.BackwardConfig(**options)
-    assert kernel_config.BackwardConfig(**options, consumer_registers=208).consumers == 3
-
-
 def test_own_gradients_want_halves(interpreted):
     interpreted(config=kernel_config.BackwardConfig(own_gradients=True))
     q, k, v = qkv(1, 64, 64, 1, 1, 96)
@@ -473,6 +462,13 @@ def test_a_third_consumer_is_of_fp32(interpreted):
     interpreted(config=kernel_config.BackwardConfig(**options, consumer_registers=208))
     q, k, v = qkv(1, 64, 64, 1, 1, 64)
     with pytest.raises(ValueError, match="dq_warpgroup: of fp32, not bfloat16"):
+        run(q, k, v, *cotangents(q, v))
+
+
+def test_additions_from_registers_are_of_16_bits(interpreted):
+    interpreted(config=kernel_config.BackwardConfig(own_gradients=True, adds_registers=True))
+    q, k, v = qkv(1, 64, 64, 1, 1, 64, dtype="float32")
+    with pytest.raises(ValueError, match="adds_registers: not of fp32"):
         run(q, k, v, *cotangents(q, v))
 
 

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tiles
+from pallas_kernels.fragments import from_tile, shape, to_rows
 from pallas_kernels.ops import Ops
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -92,6 +93,20 @@ def test_hide_compares_columns_with_bounds():
     hidden = tiles.hide(OPS, s, bounds, jnp.int32(128), jnp.asarray(keys % 3))
     visible = (keys < 200) & (keys % 3 == np.arange(64)[:, None] % 3)
     np.testing.assert_array_equal(np.isneginf(hidden), ~visible)
+
+
+def test_fragments_are_in_the_order_of_registers():
+    """As wgmma has them: PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"."""
+    heads = rand(0, 3, 64, 2, 24)
+    fragments = jnp.stack(
+        [jnp.stack([from_tile(x[:, head]) for head in range(2)])[:, None] for x in heads]
+    )
+    assert fragments.shape == (3, 2, *shape(64, 24))
+    warp, lane, eight, half, pair = np.ogrid[:4, :32, :3, :2, :2]
+    x = heads[1, 16 * warp + lane // 4 + 8 * half, 0, 8 * eight + lane % 4 * 2 + pair]
+    of_threads = np.asarray(fragments[1, 0, 0]).reshape(3, 4, 32, 2, 2)
+    np.testing.assert_array_equal(of_threads.transpose(1, 2, 0, 3, 4), x)
+    np.testing.assert_array_equal(to_rows(fragments), heads)
 
 
 def test_shared_memory_is_counted_from_the_scratch_tree():
