@@ -3,6 +3,7 @@
 // Names and order of what a target takes are a contract with exported programs: they change only
 // together with the version in its name.
 #pragma once
+#include <algorithm>
 #include <string>
 
 #include "params.h"
@@ -45,13 +46,6 @@ ffi::Error outcome(const char* kernel, Shape shape, Status status) {
   if (status.what == nullptr) return ffi::Error::Success();
   return ffi::Error::Internal("jax_flash: the kernel " + std::string(kernel) + " on " + shape() +
                               " was not launched: " + status.what + ": " + status.cause);
-}
-
-// log2 of a power of two, else -1.
-inline int shift_of(int x) {
-  int shift = 0;
-  while ((1 << shift) < x && shift < 30) ++shift;
-  return 1 << shift == x ? shift : -1;
 }
 
 // Fused pools hold keys and values of a page one after another: [P, 2, ...].
@@ -145,9 +139,11 @@ inline ffi::Error decode_call(Run run, void* stream, ffi::AnyBuffer q, ffi::AnyB
   p.num_pages = axes.pages, p.page_size = axes.tokens;
   p.max_pages = is_paged ? block_tables.dimensions()[1] : 1;
   p.capacity = p.max_pages * p.page_size;
-  p.page_shift = shift_of(p.page_size);
+  p.by_page = Divisor::of(std::max(p.page_size, 1));
+  p.by_group = p.q_len == 1 ? Divisor::none() : Divisor::of(std::max(p.group, 1));
   p.scale = scale, p.soft_cap = soft_cap, p.is_causal = is_causal;
   p.window_left = window_left, p.window_right = window_right;
+  p.reach = window_left < 0 ? p.capacity : std::min<int64_t>(window_left + p.q_len, p.capacity);
   p.num_splits = num_splits;
   const auto shape = [&] {
     return "query " + words(q) + ", key " + words(k) + ", value " + words(v);

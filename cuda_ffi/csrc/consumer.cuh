@@ -17,6 +17,7 @@ struct Consumer {
   Segment segment;
   int rows, first_row;
   float factor;   // of q k^T, in the base-2 domain, the same for all rows
+  float k_scale;
   float v_scale;  // of one tile, loaded with the query: at the end it would be waited for
   bool has_terms;
   Span common;  // tokens that every row sees
@@ -36,7 +37,7 @@ struct Consumer {
       const int row = min(first_row + n * 8 + group_lane, p.rows() - 1);
       const int lane_at = F::query_at(quad_lane, 0);
       const typename C::T* source =
-          (const typename C::T*)p.q + p.row_index(b, head, row) * p.head_dim + lane_at;
+          (const typename C::T*)p.q + (int64_t)p.row_index(b, head, row) * p.head_dim + lane_at;
       asm("" : "+l"(source));  // so that what follows is this address and a constant
 #pragma unroll
       for (int i = 0; i < C::kDK / 16; ++i) {
@@ -49,12 +50,15 @@ struct Consumer {
         }
       }
     }
-    if constexpr (!std::is_same_v<Math, typename C::T>) query_to_half();
     if constexpr (kQTiles == 1) v_scale = v_scale_of(p, head);
-    factor = p.scale * kLog2E;
-    if (p.k.scale != nullptr && !p.k.has_token_scales()) {
-      factor *= p.k.scale[head * p.k.scale_head_stride];
-    }
+    const bool has_scale = p.k.scale != nullptr && !p.k.has_token_scales();
+    k_scale = has_scale ? p.k.scale[head * p.k.scale_head_stride] : 1.f;
+  }
+
+  // What waits for the loads of load_query(): to be called when the first copies are on their way.
+  JF_DEVICE void prepare_query() {
+    if constexpr (!std::is_same_v<Math, typename C::T>) query_to_half();
+    factor = p.scale * kLog2E * k_scale;
     // Without terms the largest logit is that of the largest product, which needs a factor > 0.
     has_terms = p.soft_cap != 0.f || p.alibi_slopes != nullptr || p.k.has_token_scales() ||
                 p.v.has_token_scales() || !(factor > 0.f);
@@ -98,6 +102,7 @@ struct Consumer {
 
   JF_DEVICE void begin(const Segment& s) {
     segment = s;
+    prepare_query();
     // Later tokens see more of the end and less of the beginning.
     const Span low = visible_to(p, segment.length, p.token_of_row(first_row));
     const Span high = visible_to(p, segment.length, p.token_of_row(first_row + rows - 1));
@@ -262,8 +267,8 @@ struct Consumer {
           float y = x[n][2 * i + j] * factor_of(n, j) * k_scale[i];
           y += slope * (float)(t - (segment.length - p.q_len + t_row)) * kLog2E;
           if (p.soft_cap != 0.f) {  // c tanh(y / c) = c - 2 c / (1 + e^(2 y / c))
-            const float e = exp2_fast(y * (2.f / p.soft_cap));
-            y = p.soft_cap * kLog2E * (1.f - 2.f / (1.f + e));
+            const float e = exp2_fast(y * __fdividef(2.f, p.soft_cap));
+            y = p.soft_cap * kLog2E * (1.f - __fdividef(2.f, 1.f + e));
           }
           x[n][2 * i + j] = t >= seen.begin && t < seen.end ? y : -INFINITY;
         }
@@ -314,17 +319,21 @@ struct Consumer {
   // Leaves the state in shared memory: [rows][kPitch], accumulators then m and l.
   JF_DEVICE void store(float* state) {
 #pragma unroll
+    for (int lanes = 4; lanes <= 16; lanes *= 2) {
+#pragma unroll
+      for (int n = 0; n < kQTiles; ++n) {
+        l[n][0] += __shfl_xor_sync(~0u, l[n][0], lanes);
+        l[n][1] += __shfl_xor_sync(~0u, l[n][1], lanes);
+      }
+    }
+#pragma unroll
     for (int n = 0; n < kQTiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int row = n * 8 + quad_lane * 2 + j;
-        float sum = l[n][j];
-        sum += __shfl_xor_sync(~0u, sum, 4);
-        sum += __shfl_xor_sync(~0u, sum, 8);
-        sum += __shfl_xor_sync(~0u, sum, 16);
         if (row >= rows) continue;
         float* target = state + row * C::kPitch;
-        if (group_lane == 0) target[C::kDV] = m[n][j], target[C::kDV + 1] = sum;
+        if (group_lane == 0) *(float2*)(target + C::kDV) = {m[n][j], l[n][j]};
 #pragma unroll
         for (int d = 0; d < C::kDV / 16; ++d) {
           target[d * 16 + F::value_element(group_lane, 0)] = acc[n][d][j];

@@ -24,7 +24,8 @@ namespace jax_flash {
 template <class C>
 JF_DEVICE State4 load_state(const float* state, int row, int first) {
   const float* source = state + row * C::kPitch;
-  return {source[C::kDV], source[C::kDV + 1], *(const float4*)(source + first)};
+  const float2 sums = *(const float2*)(source + C::kDV);
+  return {sums.x, sums.y, *(const float4*)(source + first)};
 }
 
 template <class C>
@@ -42,43 +43,32 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
   float* states = (float*)(smem + (C::kReuseRing ? 0 : C::states_at()));
   uint8_t* tail = smem + C::tail_at(grid.rows);
 
-  if (C::kTma && lane == 0) {
-    prefetch_map(&key_map);
-    prefetch_map(&value_map);
-  }
   // Balanced: grid (row tile, range), else (part, head, b). Small loads must be on their way before
   // the ring fills the queues: the length, page numbers and queries, none behind another.
   int part = 0, row_tile = blockIdx.x, early_length = 0, early_entry = 0;
   if constexpr (!C::kBalanced) {
-    row_tile = grid.row_tiles > 1 ? blockIdx.x / grid.parts : 0;
-    part = blockIdx.x - row_tile * grid.parts;
+    row_tile = blockIdx.x >> grid.parts_shift;
+    part = blockIdx.x & (grid.parts - 1);
   }
-  const int first = part * C::kWarps + warp;
+  // If there are fewer chunks than warps, all blocks have some.
+  const int first = warp * grid.parts + part;
   const int step = C::kBalanced ? C::kWarps : C::kWarps * grid.parts;
   Consumer<C> consumer(p, lane);
   if constexpr (!C::kBalanced) {
-    early_length = load_now(p.kv_lens + blockIdx.z);
+    early_length = load_first(p.kv_lens + blockIdx.z);
     early_entry = Producer<C>::early_entry(p, blockIdx.z, lane, first, step);
-    consumer.load_query(blockIdx.z, blockIdx.y, row_tile);
   }
-  if (C::kTma && lane == 0) {
+  const uint64_t policy = l2_policy(grid.evict_first);
+  if (C::kTma && elect()) {
+    prefetch_map(&key_map);
+    prefetch_map(&value_map);
     for (int i = 0; i < C::kStages; ++i) barrier_init(barriers + i * 8);
     barrier_init_fence();
   }
-  const uint32_t inbox_barrier = smem_address(smem) + C::kInboxBarrierAt;
-  if (!C::kBalanced && grid.parts > 1 && threadIdx.x == 0) {
-    barrier_init(inbox_barrier);
-    barrier_init_fence();
-    const int floats = (C::kDV >> grid.parts_shift) + 2;  // columns and (m, l)
-    barrier_expect(inbox_barrier, grid.parts * consumer.rows * floats * 4);
-  }
+  if constexpr (!C::kBalanced) consumer.load_query(blockIdx.z, blockIdx.y, row_tile);
   __syncwarp();
   const Ranges ranges{(int*)tail, p.kv_heads};
-  if constexpr (C::kBalanced) {
-    Ranges::fill(p, (int*)tail);
-  } else if (grid.parts > 1) {
-    cluster_arrive_relaxed();
-  }
+  if constexpr (C::kBalanced) Ranges::fill(p, (int*)tail);
 
   auto walk = [&] {
     if constexpr (C::kBalanced) {
@@ -88,7 +78,7 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
     }
   }();
   Producer<C> producer(p, &key_map, &value_map, walk, lane, first, step, early_entry, ring,
-                       barriers, l2_policy(grid.evict_first));
+                       barriers, policy);
   if (C::kBalanced && walk.valid) consumer.load_query(walk.segment.b, walk.segment.head, row_tile);
   constexpr typename C::Lost kLostMask = (1u << C::kLostBits) - 1;
   typename C::Lost lost = 0;
@@ -97,10 +87,25 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
     lost |= (typename C::Lost)producer.produce(i) << (C::kLostBits * i);
   }
 
+  // While the first keys are on their way, the blocks of a cluster see to it that all have begun.
+  const bool is_shared = !C::kBalanced && grid.parts > 1;
+  const uint32_t inbox_barrier = smem_address(smem) + C::kInboxBarrierAt;
+  if (is_shared) {
+    if (threadIdx.x == 0) {
+      barrier_init(inbox_barrier);
+      barrier_init_fence();
+      const int floats = (C::kDV >> grid.parts_shift) + 2;  // columns and (m, l)
+      barrier_expect(inbox_barrier, grid.parts * consumer.rows * floats * 4);
+    }
+    __syncwarp();
+    cluster_arrive_relaxed();
+  }
+
   int stage = 0, phase = 0;
   while (walk.valid) {
     const Segment segment = walk.segment;
     consumer.begin(segment);
+    if (is_shared) cluster_wait();
     for (int chunk = segment.first + first; chunk < segment.last; chunk += step) {
       if constexpr (C::kTma) {
         barrier_wait(barriers + stage * 8, phase);
@@ -124,7 +129,6 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
     walk.next(p);
     if (walk.valid) consumer.load_query(walk.segment.b, walk.segment.head, row_tile);
     __syncthreads();
-    if (!C::kBalanced && grid.parts > 1) cluster_wait();  // the peers have begun
 
     // Of a cluster, block n finishes columns [n * width, (n + 1) * width) of every row.
     const int width_shift = kLog2DV - grid.parts_shift, width = 1 << width_shift;
@@ -161,20 +165,22 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
         }
       }
     }
-    if (!C::kBalanced && grid.parts > 1) {
-      wait_for_peers(inbox_barrier);
+    if (is_shared) {
       for (int i = threadIdx.x * 4; i < rows << width_shift; i += C::kThreads * 4) {
         const int row = i >> width_shift, column = i & (width - 1);
         const int d = (part << width_shift) + column;
-        if (d >= p.value_dim) continue;
+        const RowTarget<typename C::T> target(p, segment.b, segment.head, first_row + row, d);
+        const float scale = v_scale();
+        wait_for_peers(inbox_barrier);  // so does thread 0, before which no block ends
         State4 x;
         merge_into<kMostParts>(x, [&](int i) {
-          if (i >= grid.parts) return State4{};
-          const int from = i * grid.rows + row;
+          // Without a branch: where there is none, the last one without weight.
+          const int from = min(i, grid.parts - 1) * grid.rows + row;
           const float2 s = sums[from];
-          return State4{s.x, s.y, *(const float4*)(inbox + (from << width_shift) + column)};
+          return State4{i < grid.parts ? s.x : kEmpty, s.y,
+                        *(const float4*)(inbox + (from << width_shift) + column)};
         });
-        write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(), x);
+        if (d < p.value_dim) target.write(scale, x);
       }
     }
     if (walk.valid) __syncthreads();  // before the states are written again

@@ -30,37 +30,46 @@ JF_DEVICE uint32_t piece_offset(int token, int piece) {
   return (piece >> 3) * kGroupBytes + token * 128 + (((piece & 7) ^ (token & 7)) << 4);
 }
 
-// Two numbers in the low half of x, as two halves.
+// Four numbers as halves: those of the low half of x, and those of the high half.
 template <class KV>
-JF_DEVICE uint32_t widen(uint32_t x);
+JF_DEVICE void widen(uint32_t x, uint32_t& low, uint32_t& high);
 
 template <>
-JF_DEVICE uint32_t widen<E5M2>(uint32_t x) {
-  return __byte_perm(x, 0, 0x1404);  // fp16 with a short mantissa
+JF_DEVICE void widen<E5M2>(uint32_t x, uint32_t& low, uint32_t& high) {
+  // fp16 with a short mantissa
+  low = __byte_perm(x, 0, 0x1404), high = __byte_perm(x, 0, 0x3424);
 }
 
 template <>
-JF_DEVICE uint32_t widen<Int8>(uint32_t x) {
-  const uint32_t y = __byte_perm(x ^ 0x8080u, 0x64646464u, 0x4140);  // 1024 + 128 + x
-  const __half2 z = __hsub2(*(const __half2*)&y, __half2half2(__ushort_as_half(0x6480)));
-  return *(const uint32_t*)&z;
+JF_DEVICE void widen<Int8>(uint32_t x, uint32_t& low, uint32_t& high) {
+  const auto less = [](uint32_t y) {  // 1024 + 128 + x
+    const __half2 z = __hsub2(*(const __half2*)&y, __half2half2(__ushort_as_half(0x6480)));
+    return *(const uint32_t*)&z;
+  };
+  const uint32_t biased = x ^ 0x80808080u;
+  low = less(__byte_perm(biased, 0x64646464u, 0x4140));
+  high = less(__byte_perm(biased, 0x64646464u, 0x4342));
 }
 
 template <>
-JF_DEVICE uint32_t widen<E4M3>(uint32_t x) {
-  uint32_t d;
+JF_DEVICE void widen<E4M3>(uint32_t x, uint32_t& low, uint32_t& high) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
-  asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.rn.f16x2.e4m3x2 %0, t;}" : "=r"(d) : "r"(x));
+  // The instruction can read either half; to shift one down is not free.
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+      : "=r"(low), "=r"(high)
+      : "r"(x));
 #else
-  const uint32_t y = __byte_perm(x, 0, 0x1404);
-  // Seven bits of exponent and mantissa, one place lower than in fp16, whose bias is 8 larger.
-  d = (y & 0x80008000u) | ((y & 0x7f007f00u) >> 1);
-  const __half2 z = __hmul2(*(const __half2*)&d, __half2half2(__ushort_as_half(0x5c00)));
-  d = *(const uint32_t*)&z;
-  if ((y & 0x7f00u) == 0x7f00u) d |= 0x7fffu;  // all ones is NaN
-  if ((y & 0x7f000000u) == 0x7f000000u) d |= 0x7fff0000u;
+  const auto half_of = [](uint32_t y) {
+    // Seven bits of exponent and mantissa, one place lower than in fp16, whose bias is 8 larger.
+    uint32_t d = (y & 0x80008000u) | ((y & 0x7f007f00u) >> 1);
+    const __half2 z = __hmul2(*(const __half2*)&d, __half2half2(__ushort_as_half(0x5c00)));
+    d = *(const uint32_t*)&z;
+    if ((y & 0x7f00u) == 0x7f00u) d |= 0x7fffu;  // all ones is NaN
+    if ((y & 0x7f000000u) == 0x7f000000u) d |= 0x7fff0000u;
+    return d;
+  };
+  low = half_of(__byte_perm(x, 0, 0x1404)), high = half_of(__byte_perm(x, 0, 0x3424));
 #endif
-  return d;
 }
 
 // KV is the cache's type; T that of the products: KV itself, or fp16 for an 8-bit cache.
@@ -90,8 +99,8 @@ struct Fragments {
       ldmatrix(r, stage + piece_offset(lane & 15, 2 * pair + (lane >> 4)));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        a[h][0] = widen<KV>(r[2 * h] & 0xffffu), a[h][1] = widen<KV>(r[2 * h + 1] & 0xffffu);
-        a[h][2] = widen<KV>(r[2 * h] >> 16), a[h][3] = widen<KV>(r[2 * h + 1] >> 16);
+        widen<KV>(r[2 * h], a[h][0], a[h][2]);
+        widen<KV>(r[2 * h + 1], a[h][1], a[h][3]);
       }
     }
   }
@@ -109,10 +118,8 @@ struct Fragments {
       ldmatrix_transposed(r, stage + piece_offset(lane & 15, 2 * pair + (lane >> 4)));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // bytes: token 0 element 0, 1; token 1 element 0, 1
-        a[h][0] = widen<KV>(__byte_perm(r[2 * h], 0, 0x4420));
-        a[h][1] = widen<KV>(__byte_perm(r[2 * h], 0, 0x4431));
-        a[h][2] = widen<KV>(__byte_perm(r[2 * h + 1], 0, 0x4420));
-        a[h][3] = widen<KV>(__byte_perm(r[2 * h + 1], 0, 0x4431));
+        widen<KV>(__byte_perm(r[2 * h], 0, 0x3120), a[h][0], a[h][1]);
+        widen<KV>(__byte_perm(r[2 * h + 1], 0, 0x3120), a[h][2], a[h][3]);
       }
     }
   }

@@ -13,15 +13,13 @@ JF_DEVICE int clipped(const DecodeParams& p, int length) {
 
 JF_DEVICE int length_of(const DecodeParams& p, int b) { return clipped(p, p.kv_lens[b]); }
 
-JF_DEVICE int page_of(const DecodeParams& p, int token) {
-  return p.page_shift >= 0 ? token >> p.page_shift : (unsigned)token / (unsigned)p.page_size;
-}
+JF_DEVICE int page_of(const DecodeParams& p, int token) { return p.by_page.quotient(token); }
 
-// Tokens [begin, end) of the cache, visible to one or to all new tokens of a sequence.
+// Tokens [begin, end) of the cache, visible to one or to any new token of a sequence.
 struct Span {
   int begin, end;
 
-  JF_DEVICE int chunks() const { return end > begin ? (end - begin + kChunk - 1) / kChunk : 0; }
+  JF_DEVICE int chunks() const { return (unsigned)(end - begin + kChunk - 1) / kChunk; }
 };
 
 // Of the new token `token`; it stands at length - q_len + token.
@@ -36,10 +34,10 @@ JF_DEVICE Span visible_to(const DecodeParams& p, int length, int token) {
   return s;
 }
 
-// What any new token sees, from a multiple of kChunk on.
+// What any new token sees, from a multiple of kChunk on: the last one all of the end, the first one
+// most of the beginning.
 JF_DEVICE Span visible_to_any(const DecodeParams& p, int length) {
-  const Span first = visible_to(p, length, 0), last = visible_to(p, length, p.q_len - 1);
-  return {first.begin / kChunk * kChunk, max(last.end, 0)};
+  return {max(length - p.reach, 0) / kChunk * kChunk, length};
 }
 
 // The entry of the table for a token, whatever it holds.

@@ -177,7 +177,10 @@ Status decode_hopper(const DecodeParams& p, const DeviceFacts& device, cudaStrea
   constexpr int kBlocks = DK > 128 ? 2 : 4, kSoloWarps = DK > 128 ? 4 : 2;
   using Solo = Config<T, KV, DK, DV, TILES, kSoloWarps,
                       stages_for(kStage, kSoloWarps, 196608 / kBlocks, kMost), kBlocks, TMA, false>;
-  using Cluster = Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 196608, kMost), 1,
+  // A chunk of 8-bit numbers is half the bytes and more instructions: where eight blocks of a
+  // cluster have half of the multiprocessors, eight warps on each would be slower than memory.
+  constexpr int kMany = sizeof(KV) == 1 && DK <= 128 ? 12 : kWarps;
+  using Cluster = Config<T, KV, DK, DV, TILES, kMany, stages_for(kStage, kMany, 196608, kMost), 1,
                          TMA, false>;
   using Balanced =
       Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 131072, TMA ? 4 : 2), 1, TMA,

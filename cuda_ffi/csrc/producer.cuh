@@ -31,7 +31,8 @@ struct Producer {
     if constexpr (C::kBalanced) {
       upcoming_ids = first_ids(walk.segment);
     } else if (walk.segment.span.begin == 0) {
-      const bool used = is_used(walk.segment, first + chunk_of(lane) * step);
+      // By TMA a chunk lies in the page of its first token, and none beyond the last is asked for.
+      const bool used = C::kTma || is_used(walk.segment, first + chunk_of(lane) * step);
       upcoming_ids = used ? early : -1;
     } else {
       upcoming_ids = first_ids(walk.segment);
@@ -76,18 +77,21 @@ struct Producer {
 
   // Starts the copy of the next chunk into a stage; returns kLostBits.
   JF_DEVICE uint32_t produce(int stage) {
-    while (walk.valid && chunk >= walk.segment.last) {
-      walk.next(p);
-      if (walk.valid) begin_segment();
+    if constexpr (C::kBalanced) {
+      while (walk.valid && chunk >= walk.segment.last) {
+        walk.next(p);
+        if (walk.valid) begin_segment();
+      }
     }
     uint32_t lost = 0;
-    if (walk.valid) {
+    if (C::kBalanced ? walk.valid : chunk < walk.segment.last) {
       const int turn = count & (kBatch - 1);
-      if (turn == 0) {
-        if (count != 0) ids = next_ids;
-        next_ids = load_ids(walk.segment, chunk + (kBatch + chunk_of(lane)) * step);
-      }
+      const int next = chunk + (kBatch + chunk_of(lane)) * step;
+      if (turn == 0 && count != 0) ids = next_ids;
+      if (!C::kTma && turn == 0) next_ids = load_ids(walk.segment, next);
       lost = C::kTma ? produce_by_tma(stage, turn) : produce_by_gather(stage, turn);
+      // Of 32 chunks there is time for the next ones: the first copy need not wait for this.
+      if (C::kTma && turn == 0) next_ids = load_ids(walk.segment, next);
       chunk += step, ++count;
     }
     if constexpr (!C::kTma) copy_async_commit();
@@ -96,7 +100,7 @@ struct Producer {
 
   JF_DEVICE uint32_t produce_by_tma(int stage, int turn) {
     const int page = page_named(p, __shfl_sync(~0u, ids, turn));
-    if (lane == 0) {
+    if (elect()) {
       const uint32_t target = ring + stage * C::kStageBytes, barrier = barriers + stage * 8;
       const int token = token_of(chunk), slot = token - page_of(p, token) * p.page_size;
       barrier_expect(barrier, C::kStageBytes);  // a page of -1 is outside the map: zeros

@@ -31,10 +31,24 @@ JF_DEVICE float exp2_fast(float x) {
   return y;
 }
 
+// Within 2^-22 of the logarithm of a number that is not tiny.
+JF_DEVICE float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Loads in the order of the source: the compiler moves none of them behind a use of another.
 JF_DEVICE int load_now(const int32_t* source) {
   int x;
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(source));
+  return x;
+}
+
+// The same, and not behind barriers that follow, either.
+JF_DEVICE int load_first(const int32_t* source) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(source) : "memory");
   return x;
 }
 
@@ -148,6 +162,13 @@ JF_DEVICE uint64_t l2_policy(bool evict_first) {
 
 #ifdef JF_HOPPER
 
+// One lane of a warp that is here as a whole.
+JF_DEVICE bool elect() {
+  uint32_t chosen;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
+  return chosen != 0;
+}
+
 JF_DEVICE void barrier_init(uint32_t barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
@@ -219,18 +240,20 @@ JF_DEVICE void send(uint32_t address, uint32_t barrier, float2 x) {
       : "memory");
 }
 
-// Until all that was sent has arrived; once, of a barrier's first phase.
+// Until all that was sent has arrived; of a barrier's first phase. What arrives is in shared memory,
+// where the order that a barrier gives inside a block is enough: that of a cluster would empty L1.
 JF_DEVICE void wait_for_peers(uint32_t barrier) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again_%=:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
       "@!done bra again_%=;\n}" ::"r"(barrier)
       : "memory");
 }
 
 #else  // so that the names exist; the host launches nothing that would get here
 
+JF_DEVICE bool elect() { __trap(); return false; }
 JF_DEVICE void barrier_init(uint32_t) { __trap(); }
 JF_DEVICE void barrier_init_fence() { __trap(); }
 JF_DEVICE void barrier_expect(uint32_t, uint32_t) { __trap(); }

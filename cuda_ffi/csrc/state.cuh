@@ -54,25 +54,45 @@ JF_DEVICE float v_scale_of(const DecodeParams& p, int head) {
   return has_one ? p.v.scale[head * p.v.scale_head_stride] : 1.f;
 }
 
-// The end of a row: the sink joins the denominator, v's scale the numerator; out and lse are
-// written. `first` is the index of the first of the four accumulators in the value head.
+// Where four columns of a row go, and what is known of them before they are.
+template <class T>
+struct RowTarget {
+  T* out;
+  float* lse;  // of the first columns of a row, else null
+  float sink;
+  bool has_sink;
+
+  // `first` is the index of the first of the four accumulators in the value head.
+  JF_DEVICE RowTarget(const DecodeParams& p, int b, int head, int row, int first) {
+    const int index = p.row_index(b, head, row);
+    out = (T*)p.out + ((int64_t)index * p.value_dim + first);
+    lse = first == 0 ? p.lse + index : nullptr;
+    has_sink = p.sinks != nullptr;
+    if (has_sink) {
+      const int q_head = head * p.group + row - p.token_of_row(row) * p.group;
+      sink = p.sinks[b * p.sinks_stride + q_head] * kLog2E;
+    }
+  }
+
+  // The sink joins the denominator, v's scale the numerator.
+  JF_DEVICE void write(float v_scale, State4 x) const {
+    if (has_sink && x.l != 0.f) {  // a sink makes no key
+      const float m = fmaxf(x.m, sink), keep = exp2_fast(x.m - m);
+      x.l = x.l * keep + exp2_fast(sink - m);
+      x.acc = keep * x.acc;
+      x.m = m;
+    }
+    const float factor = x.l == 0.f ? 0.f : __fdividef(v_scale, x.l);  // if l is NaN, so is out
+    const float4 y = x.l == 0.f ? float4{0.f, 0.f, 0.f, 0.f} : factor * x.acc;
+    *(uint2*)out = {pack<T>(y.x, y.y), pack<T>(y.z, y.w)};
+    if (lse != nullptr) *lse = x.l == 0.f ? -INFINITY : (x.m + log2_fast(x.l)) * kLn2;
+  }
+};
+
 template <class T>
 JF_DEVICE void write_row(const DecodeParams& p, int b, int head, int row, int first, float v_scale,
-                         State4 x) {
-  const int64_t index = p.row_index(b, head, row);
-  if (p.sinks != nullptr && x.l != 0.f) {  // a sink makes no key
-    const int q_head = head * p.group + row - p.token_of_row(row) * p.group;
-    const float sink = p.sinks[b * p.sinks_stride + q_head] * kLog2E, m = fmaxf(x.m, sink);
-    const float keep = exp2_fast(x.m - m);
-    x.l = x.l * keep + exp2_fast(sink - m);
-    x.acc = keep * x.acc;
-    x.m = m;
-  }
-  const float factor = x.l == 0.f ? 0.f : __fdividef(v_scale, x.l);  // if l is NaN, so is out
-  const float4 out = x.l == 0.f ? float4{0.f, 0.f, 0.f, 0.f} : factor * x.acc;
-  *(uint2*)((T*)p.out + index * p.value_dim + first) = {pack<T>(out.x, out.y),
-                                                        pack<T>(out.z, out.w)};
-  if (first == 0) p.lse[index] = x.l == 0.f ? -INFINITY : (x.m + log2f(x.l)) * kLn2;
+                         const State4& x) {
+  RowTarget<T>(p, b, head, row, first).write(v_scale, x);
 }
 
 }  // namespace jax_flash
