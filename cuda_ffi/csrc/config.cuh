@@ -39,7 +39,7 @@ struct Config {
   }
   static __host__ int smem_bytes(const DecodeParams& p, int rows, int parts) {
     const int tail = BALANCED    ? Ranges::bytes(p.batch)
-                     : parts > 1 ? rows * (DV * 4 + parts * 8)
+                     : parts > 1 ? rows * (DV * 4 + kMostParts * 8)
                                  : 0;
     return tail_at(rows) + round_up(tail) + 1024;
   }

@@ -132,13 +132,14 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
 
     // Of a cluster, block n finishes columns [n * width, (n + 1) * width) of every row.
     const int width_shift = kLog2DV - grid.parts_shift, width = 1 << width_shift;
-    float* inbox = (float*)tail;  // [part][row][width], and [part][row] of (m, l)
+    float* inbox = (float*)tail;  // [row][part][width], and [row][part] of (m, l)
     float2* sums = (float2*)(inbox + grid.rows * C::kDV);
-    for (int i = threadIdx.x; i < rows * (C::kDV / 4); i += C::kThreads) {
-      const int row = i / (C::kDV / 4), d = i % (C::kDV / 4) * 4;
-      State4 x;
-      merge_into<C::kWarps>(
-          x, [&](int w) { return load_state<C>(states + w * state_stride, row, d); });
+    constexpr int kLanes = C::kDV / 4;  // of a row
+    static_assert(C::kThreads % kLanes == 0, "a thread keeps its columns");
+    const int d = threadIdx.x % kLanes * 4;
+    for (int row = threadIdx.x / kLanes; row < rows; row += C::kThreads / kLanes) {
+      const State4 x = merge<C::kWarps>(
+          [&](int w) { return load_state<C>(states + w * state_stride, row, d); });
       if constexpr (C::kBalanced) {
         if (segment.is_whole()) {
           if (d < p.value_dim) {
@@ -155,32 +156,42 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
           write_row<typename C::T>(p, segment.b, segment.head, first_row + row, d, v_scale(), x);
         }
       } else {  // to the block that finishes these columns, and (m, l) to all
-        const int from = part * grid.rows + row;
         const int target = d >> width_shift;
-        const uint32_t place = smem_address(inbox + (from << width_shift) + (d & (width - 1)));
+        const uint32_t place = smem_address(inbox + row * C::kDV + (part << width_shift) +
+                                            (d & (width - 1)));
         send(peer_address(place, target), peer_address(inbox_barrier, target), x.acc);
         if (const int peer = d / 4; peer < grid.parts) {
-          send(peer_address(smem_address(sums + from), peer), peer_address(inbox_barrier, peer),
-               float2{x.m, x.l});
+          send(peer_address(smem_address(sums + row * kMostParts + part), peer),
+               peer_address(inbox_barrier, peer), float2{x.m, x.l});
         }
       }
     }
     if (is_shared) {
-      for (int i = threadIdx.x * 4; i < rows << width_shift; i += C::kThreads * 4) {
-        const int row = i >> width_shift, column = i & (width - 1);
-        const int d = (part << width_shift) + column;
+      const auto finish = [&](int i, int parts, int shift) {
+        const int row = i >> shift, column = i & ((1 << shift) - 1), d = (part << shift) + column;
         const RowTarget<typename C::T> target(p, segment.b, segment.head, first_row + row, d);
         const float scale = v_scale();
+        const float2* row_sums = sums + row * kMostParts;
+        const float* columns = inbox + row * C::kDV + column;
         wait_for_peers(inbox_barrier);  // so does thread 0, before which no block ends
-        State4 x;
-        merge_into<kMostParts>(x, [&](int i) {
-          // Without a branch: where there is none, the last one without weight.
-          const int from = min(i, grid.parts - 1) * grid.rows + row;
-          const float2 s = sums[from];
-          return State4{i < grid.parts ? s.x : kEmpty, s.y,
-                        *(const float4*)(inbox + (from << width_shift) + column)};
+        // Of fewer parts than there may be each counts several times: that takes no branch, and
+        // cancels, being a power of two.
+        State4 x = merge<kMostParts>([&](int j) {
+          const int from = j & (parts - 1);
+          const float2 s = row_sums[from];
+          return State4{s.x, s.y, *(const float4*)(columns + (from << shift))};
         });
+        const float share = (float)parts / kMostParts;
+        x.l *= share, x.acc = share * x.acc;
         if (d < p.value_dim) target.write(scale, x);
+      };
+      for (int i = threadIdx.x * 4; i < rows << width_shift; i += C::kThreads * 4) {
+        if (grid.parts == kMostParts) {  // with offsets that are known when it is compiled
+          static_assert(kMostParts == 8, "see the shift");
+          finish(i, kMostParts, kLog2DV - 3);
+        } else {
+          finish(i, grid.parts, width_shift);
+        }
       }
     }
     if (walk.valid) __syncthreads();  // before the states are written again

@@ -115,14 +115,16 @@ struct Producer {
     const int page = page_named(p, __shfl_sync(~0u, ids, turn * kChunk + slot(lane)));
     const int page_slot = token - page_of(p, token) * p.page_size;
     const uint32_t target = ring + stage * C::kStageBytes;
-    gather<C::kDK>(target, p.k, p.head_dim, page, page_slot);
-    gather<C::kDV>(target + C::kKeyBytes, p.v, p.value_dim, page, page_slot);
-    return __ballot_sync(~0u, page < 0) & 0xffffu;
+    const uint32_t lost = __ballot_sync(~0u, page < 0) & 0xffffu;
+    const bool is_plain = lost == 0 && p.head_dim == C::kDK && p.value_dim == C::kDV;
+    gather<C::kDK>(target, p.k, p.head_dim, page, page_slot, is_plain);
+    gather<C::kDV>(target + C::kKeyBytes, p.v, p.value_dim, page, page_slot, is_plain);
+    return lost;
   }
 
   template <int kDim>
   JF_DEVICE void gather(uint32_t target, const KvView& view, int dim, int page_of_lane,
-                        int slot_of_lane) const {
+                        int slot_of_lane, bool is_plain) const {
     using KV = typename C::KV;
     constexpr int kElements = 16 / (int)sizeof(KV), kPieces = kDim / kElements;
     // Of one instruction: the greatest power of two that divides the pieces.
@@ -130,20 +132,39 @@ struct Producer {
     constexpr int kRows = 32 / kLanes;
     // Fewer addresses at once where registers are short.
     constexpr int kUnroll = sizeof(KV) == 1 && C::kDK < 256 ? 2 : kChunk;
-    const int64_t head = walk.segment.head * view.head_stride;
+    // Each lane knows where one token begins; those that copy it ask for no more than that.
+    const bool has_token = page_of_lane >= 0;
+    const int64_t offset = page_of_lane * view.page_stride + slot_of_lane * view.token_stride +
+                           walk.segment.head * view.head_stride;
+    const KV* source_of_lane = (const KV*)view.data + (has_token ? offset : 0);
+    const int first_row = lane / kLanes, first_piece = lane % kLanes;
+    const auto source_of = [&](int row) {
+      const uint64_t source = __shfl_sync(~0u, (uint64_t)source_of_lane, row);
+      return (const KV*)source + first_piece * kElements;
+    };
+    if (is_plain) {
 #pragma unroll kUnroll
-    for (int i = 0; i < kChunk / kRows; ++i) {
-      const int row = i * kRows + lane / kLanes;
-      const int page = __shfl_sync(~0u, page_of_lane, row);
-      const int slot = __shfl_sync(~0u, slot_of_lane, row);
+      for (int i = 0; i < kChunk / kRows; ++i) {
+        const int row = i * kRows + first_row;
+        const KV* source = source_of(row);
 #pragma unroll
-      for (int piece = lane % kLanes; piece < kPieces; piece += kLanes) {
-        const bool exists = page >= 0 && piece * kElements < dim;
-        const int64_t offset = exists ? page * view.page_stride + slot * view.token_stride +
-                                            head + piece * kElements
-                                      : 0;
-        copy_async(target + piece_offset(row, piece), (const KV*)view.data + offset,
-                   exists ? 16 : 0, policy);
+        for (int n = 0; n < kPieces; n += kLanes) {
+          copy_async(target + piece_offset(row, first_piece + n), source + n * kElements, 16, policy);
+        }
+      }
+    } else {  // some tokens lie in no page, or heads are smaller than their room
+#pragma unroll 1
+      for (int i = 0; i < kChunk / kRows; ++i) {
+        const int row = i * kRows + first_row;
+        const KV* source = source_of(row);
+        const bool exists = __shfl_sync(~0u, has_token, row);
+#pragma unroll 1
+        for (int n = 0; n < kPieces; n += kLanes) {
+          const bool is_inside = exists && (first_piece + n) * kElements < dim;
+          copy_async(target + piece_offset(row, first_piece + n),
+                     is_inside ? source + n * kElements : (const KV*)view.data, is_inside ? 16 : 0,
+                     policy);
+        }
       }
     }
   }

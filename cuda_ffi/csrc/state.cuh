@@ -48,6 +48,24 @@ JF_DEVICE void merge_into(State4& x, Get get) {
   }
 }
 
+// The same, of these alone.
+template <int kCount, class Get>
+JF_DEVICE State4 merge(Get get) {
+  State4 part[kCount], x;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    part[i] = get(i);
+    x.m = fmaxf(x.m, part[i].m);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float weight = exp2_fast(part[i].m - x.m);
+    x.l += weight * part[i].l;
+    add_scaled(x.acc, weight, part[i].acc);
+  }
+  return x;
+}
+
 // Of a head; 1 where each token has its own.
 JF_DEVICE float v_scale_of(const DecodeParams& p, int head) {
   const bool has_one = p.v.scale != nullptr && !p.v.has_token_scales();
