@@ -30,8 +30,8 @@ struct KvView {
   JF_BOTH bool has_token_scales() const { return (scale_page_stride | scale_token_stride) != 0; }
 };
 
-// x / divisor for 0 <= x < 2^31 by a multiplication, made on the host: at runtime a division is some
-// twenty instructions wherever one stands, and a call of one sequence is as long as its code.
+// x / divisor for 0 <= x < 2^31 by a multiplication, made on the host: at runtime a division is
+// some twenty instructions wherever one stands, and a call of one sequence is as long as its code.
 struct Divisor {
   uint32_t factor, shift;  // ceil(2^(31 + shift) / divisor), which 31 bits of x cannot tell from it
 

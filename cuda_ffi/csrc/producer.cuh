@@ -149,7 +149,8 @@ struct Producer {
         const KV* source = source_of(row);
 #pragma unroll
         for (int n = 0; n < kPieces; n += kLanes) {
-          copy_async(target + piece_offset(row, first_piece + n), source + n * kElements, 16, policy);
+          const uint32_t place = target + piece_offset(row, first_piece + n);
+          copy_async(place, source + n * kElements, 16, policy);
         }
       }
     } else {  // some tokens lie in no page, or heads are smaller than their room

@@ -240,8 +240,8 @@ JF_DEVICE void send(uint32_t address, uint32_t barrier, float2 x) {
       : "memory");
 }
 
-// Until all that was sent has arrived; of a barrier's first phase. What arrives is in shared memory,
-// where the order that a barrier gives inside a block is enough: that of a cluster would empty L1.
+// Until all that was sent has arrived; of a barrier's first phase. It arrives in shared memory, for
+// which the order inside a block is enough: that of a cluster would empty L1.
 JF_DEVICE void wait_for_peers(uint32_t barrier) {
   asm volatile(
       "{\n.reg .pred done;\n"
