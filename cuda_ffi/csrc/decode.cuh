@@ -135,9 +135,8 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
     float* inbox = (float*)tail;  // [row][part][width], and [row][part] of (m, l)
     float2* sums = (float2*)(inbox + grid.rows * C::kDV);
     constexpr int kLanes = C::kDV / 4;  // of a row
-    static_assert(C::kThreads % kLanes == 0, "a thread keeps its columns");
-    const int d = threadIdx.x % kLanes * 4;
-    for (int row = threadIdx.x / kLanes; row < rows; row += C::kThreads / kLanes) {
+    for (unsigned i = threadIdx.x; i < (unsigned)rows * kLanes; i += C::kThreads) {
+      const int row = i / kLanes, d = i % kLanes * 4;
       const State4 x = merge<C::kWarps>(
           [&](int w) { return load_state<C>(states + w * state_stride, row, d); });
       if constexpr (C::kBalanced) {
