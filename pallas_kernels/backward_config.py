@@ -200,15 +200,24 @@ def default_config(problem: Problem) -> BackwardConfig:
             split_edges=split_edges,
             spill_bytes=spill_bytes + _more_spill_bytes(problem),
         )
-    spill_bytes = 0 if widest <= 192 else 36  # with grouped heads none
+    spill_bytes = _more_spill_bytes(problem)
+    if problem.bias is not None and problem.has_bias_tiles and widest > 192:
+        spill_bytes = max(spill_bytes, 256)  # read from global memory into registers
+    if widest <= 192:
+        return BackwardConfig(
+            own_gradients=True, split_edges=split_edges, spill_bytes=8 + spill_bytes
+        )
+    # Where every query sees all keys, adding from registers is faster; elsewhere it is slower.
+    adds_registers = problem.mask.is_trivial
     return BackwardConfig(
         own_gradients=True,
-        do_stages=3 if widest <= 192 else 2,
-        ds_buffers=2 if widest <= 192 else 1,
-        adds_registers=True,
-        dq_first=True,
+        do_stages=2 if adds_registers else 1,
+        ds_buffers=1,
+        dq_columns=0 if adds_registers else 64,
+        adds_registers=adds_registers,
+        dq_first=adds_registers,
         split_edges=split_edges,
-        spill_bytes=spill_bytes + _more_spill_bytes(problem),
+        spill_bytes=64 + spill_bytes,
     )
 
 
