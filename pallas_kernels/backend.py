@@ -221,10 +221,10 @@ def differentiate(
         blocks_meet=interpret is not None or (num_blocks is None and _core_count() is not None),
     )
     config = config or backward_config.default_config(problem)
-    can_be_empty = can_have_empty_rows(operands.mask, spec.q_len, spec.kv_len)
-    if spec.arrays.bias is not None or (
-        can_be_empty and not backward_config.cleans_queries(problem, config)
-    ):
+    can_be_empty = spec.arrays.bias is not None or can_have_empty_rows(
+        operands.mask, spec.q_len, spec.kv_len
+    )
+    if can_be_empty and not backward_config.cleans_queries(problem, config):
         # They may hold anything, and meet probabilities of 0.
         rows = jnp.isfinite(residuals.lse)[..., None]
         q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))

@@ -33,8 +33,8 @@ Queries that need no mask come without a test. In the rest scores and dS' are re
 is hidden, and K_j is cleaned of NaN and inf once, because dQ multiplies it by zeros. Where lengths
 are known at run time only, what is compared are the first and last query of each key, which come to
 shared memory with K_j. Rows with lse = +inf have P' = 0: that is how the launcher marks rows that
-see nothing, or see NaN. With own keys such rows of Q and dO are zeroed in masked tiles, since they
-may hold anything; in other cases they must come so.
+see nothing, or see NaN. With own keys such rows of Q and dO are zeroed in masked tiles, with a bias
+in all, since they may hold anything; in other cases they must come so.
 
 Terms (:mod:`pallas_kernels.terms`) are compile-time options. What the logits of a query have in
 common goes into lse, outside, unless a soft cap stands between. With a soft cap c tanh(x / c), dS'
@@ -183,7 +183,7 @@ def attention_backward(
     lse = jnp.pad(lse * unit, padding, constant_values=jnp.inf)
     lse, zero = lax.optimization_barrier((lse, jnp.zeros((), jnp.float32)))
     marks = None
-    if cleans_queries(problem, config):
+    if cleans_queries(problem, config) and problem.bias is None:  # with one it looks itself
         has_no_gradient = jnp.isposinf(lse[:, :, : problem.q_len]).any(axis=1)
         in_ranges = config.block_q if mask.array is None else None
         marks = schedules.find_marks(ranges, has_no_gradient, in_ranges)

@@ -234,13 +234,16 @@ def transposes_bias(problem: Problem, config: BackwardConfig) -> bool:
 def cleans_queries(problem: Problem, config: BackwardConfig) -> bool:
     """Whether the kernel zeroes rows of Q and dO that have no gradient, and may hold anything.
 
-    Otherwise they must come clean, which takes a pass over both. Only rows of masked tiles are
-    looked at: with a bias or segments others may see nothing, too.
+    Otherwise they must come clean, which takes a pass over both. Without a bias only rows of masked
+    tiles are looked at: with segments others may see nothing, too. With a bias all are, for which
+    parts leave no registers.
     """
     mask = problem.mask
-    may_be_empty = mask.array is not None or not mask.has_static_ranges
-    is_plain = mask.q_segments is None and problem.bias is None
-    return may_be_empty and is_plain and not config.own_gradients
+    if mask.q_segments is not None or config.own_gradients:
+        return False
+    if problem.bias is not None:
+        return config.parts == 1
+    return mask.array is not None or not mask.has_static_ranges
 
 
 def _bias_stages(problem: Problem, kibibytes: int) -> int:

@@ -162,10 +162,16 @@ class OwnKeys(Kernel):
                 ops.matmul(acc, self.own_keys("v_s", kv_slot), do, transpose_b=True)
 
             self.wait("q_full", q_slot)
-            may_clean = self.cleans_queries and step.masked is not False
+            # A bias can hide all keys of a row, whatever the tile.
+            has_bias = self.problem.bias is not None
+            may_clean = self.cleans_queries and (has_bias or step.masked is not False)
             if may_clean:
                 self.wait("do_full", do_slot)
-                is_blank = step.blank & step.masked
+                is_blank = (
+                    ops.any_infinite(refs["lse_s"].at[q_slot])
+                    if has_bias
+                    else step.blank & step.masked
+                )
                 pl.when(is_blank)(lambda: self.clean_queries(q_slot, do_slot))
             self.await_turn()
             for part, span in enumerate(spans):

@@ -351,6 +351,12 @@ class Ops:
             return registers.any_nonfinite(x)
         return ~jnp.isfinite(x).all()
 
+    def any_infinite(self, ref: Ref) -> Array:
+        """Whether a vector in shared memory, of whole 32s, has a +inf; every warp reads all."""
+        if self.interpret is None:
+            return registers.any_infinite(ref)
+        return jnp.isposinf(ref[...]).any()
+
     def any_of_warpgroup(self, condition: Array, barrier: Any) -> Array:
         """Whether a scalar condition holds in any warp of this warpgroup; waits for all of them."""
         return (

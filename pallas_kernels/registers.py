@@ -466,7 +466,7 @@ def any_nonfinite(x: Array) -> Array:
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
     )
     def emit(_: Any, x: Any) -> Any:
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        f32 = ir.F32Type.get()
         registers = list(x.registers.flat)
         chains = registers[:4]  # independent sums: a sum keeps a NaN, and makes one of an inf
         for place, register in enumerate(registers[4:]):
@@ -475,15 +475,47 @@ def any_nonfinite(x: Array) -> Array:
         if isinstance(total.type, ir.VectorType):
             total = vector.reduction(f32, vector.CombiningKind.ADD, total)
         nonfinite = arith.cmpf(arith.CmpFPredicate.UNO, *[arith.subf(total, total)] * 2)
-        found = mgpu.utils.inline_ptx(
-            "vote.sync.any.pred $0, $1, 0xffffffff;",
-            nonfinite,
-            result_types=ir.IntegerType.get_signless(1),
-            has_side_effects=True,
-        )
-        return mgpu.FragmentedArray.splat(arith.extui(i32, found), (), is_signed=True)
+        return _any_of_warp(nonfinite)
 
     return emit(x) != 0
+
+
+def any_infinite(ref: Ref) -> Array:
+    """See :meth:`Ops.any_infinite`."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
+    )
+    def emit(_: Any, ref: Any) -> Any:
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        lane = arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, 31))
+        infinity = _splat(ir.F32Type.get(), np.inf)
+        found = []
+        for first in range(0, ir.MemRefType(ref.type).shape[0], 32):
+            place = arith.addi(lane, arith.constant(i32, first))
+            value = memref.load(ref, [arith.index_cast(index, place)])
+            found.append(arith.cmpf(arith.CmpFPredicate.OEQ, value, infinity))
+        return _any_of_warp(functools.reduce(arith.ori, found))
+
+    return emit(ref) != 0
+
+
+def _any_of_warp(condition: Any) -> Any:
+    """A bit of each thread as an int32 scalar that all threads of a warp have."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    found = mgpu.utils.inline_ptx(
+        "vote.sync.any.pred $0, $1, 0xffffffff;",
+        condition,
+        result_types=ir.IntegerType.get_signless(1),
+        has_side_effects=True,
+    )
+    found = arith.extui(ir.IntegerType.get_signless(32), found)
+    return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
 
 def any_of_warpgroup(condition: Array, barrier: Any) -> Array:

@@ -376,24 +376,30 @@ def test_what_is_hidden_may_be_anything(name, d, soft_cap):
 
 
 @pytest.mark.parametrize(
-    ("shape", "d"),
+    ("kind", "shape", "d"),
     [
-        ((1, 1), 64),
-        ((2, 2), 128),
-        pytest.param((2, 1), 80, marks=pytest.mark.gpu),
-        pytest.param((2, 2), 192, marks=pytest.mark.gpu),
+        ("mask", (1, 1), 64),
+        ("mask", (2, 2), 128),
+        pytest.param("mask", (2, 1), 80, marks=pytest.mark.gpu),
+        pytest.param("mask", (2, 2), 192, marks=pytest.mark.gpu),
+        ("bias", (1, 2), 128),
+        pytest.param("bias", (2, 2), 96, marks=pytest.mark.gpu),
+        pytest.param("bias", (2, 1), 64, marks=pytest.mark.gpu),
     ],
 )
-def test_queries_that_a_mask_leaves_without_keys_may_be_anything(shape, d):
+def test_queries_that_are_left_without_keys_may_be_anything(kind, shape, d):
     """Beside others of a tile. Where consumers have keys of their own, the kernel zeroes them."""
     q, k, v = qkv(2, 140, 150, 2, 1, d)
     do, dlse = cotangents(q, v)
     mask = mask_of(*shape, 140, 150)
     mask[-1, -1, 70:90] = False
-    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, mask=mask)
+    hidden = {"mask": mask}
+    if kind == "bias":
+        hidden = {"bias": np.where(mask, bias_of(*mask.shape), -np.inf).astype("bfloat16")}
+    want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **hidden)
     sees_nothing = np.broadcast_to(~mask.any(axis=3), (2, 2, 140)).swapaxes(1, 2)
     q[sees_nothing], do[sees_nothing] = np.nan, np.inf
-    check(run(q, k, v, do, dlse, mask=mask), want)
+    check(run(q, k, v, do, dlse, **hidden), want)
 
 
 def test_gradients_of_terms_take_the_room_of_a_second_k_and_v():
