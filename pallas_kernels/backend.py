@@ -25,7 +25,8 @@ FUSED = True
 _STATIC = ("problem", "config", "interpret")
 _launch_forward = jax.jit(kernel.attention_forward, static_argnames=_STATIC)
 _launch_backward = jax.jit(
-    backward_kernel.attention_backward, static_argnames=(*_STATIC, "wanted", "deterministic")
+    backward_kernel.attention_backward,
+    static_argnames=(*_STATIC, "wanted", "deterministic", "zeros_from_do"),
 )
 
 _ROW_MULTIPLE = 8  # a tiled TMA copy wants lengths that are multiples of 8
@@ -224,7 +225,8 @@ def differentiate(
     can_be_empty = spec.arrays.bias is not None or can_have_empty_rows(
         operands.mask, spec.q_len, spec.kv_len
     )
-    if can_be_empty and not backward_config.cleans_queries(problem, config):
+    must_clean = can_be_empty and not backward_config.cleans_queries(problem, config)
+    if must_clean:
         # They may hold anything, and meet probabilities of 0.
         rows = jnp.isfinite(residuals.lse)[..., None]
         q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))
@@ -248,6 +250,7 @@ def differentiate(
         ),
         wanted=wanted,
         deterministic=spec.deterministic,
+        zeros_from_do=not must_clean,  # four results of one kernel are slower than two kernels
         config=config,
         interpret=interpret,
     )

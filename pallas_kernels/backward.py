@@ -114,6 +114,7 @@ def attention_backward(
     *,
     wanted: Wanted | None = None,
     deterministic: bool = False,
+    zeros_from_do: bool = True,
     config: BackwardConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
@@ -135,6 +136,8 @@ def attention_backward(
         arrays: of the terms; None is none.
         wanted: gradients of terms; None is none.
         deterministic: whether dq must be bit-equal from run to run, as dk and dv always are.
+        zeros_from_do: whether zeros for dq depend on do, in name: XLA then writes them in the
+            kernel that reads do for delta, if that is the same do.
         config: compile-time options; None takes :func:`default_config`.
         interpret: run in interpret mode, on a CPU.
 
@@ -259,7 +262,9 @@ def attention_backward(
         lax.fori_loop(0, tables.shape[0], launch, None)
 
     # Not jax.new_ref: its effect would be seen outside, where custom derivatives know none.
-    zeros = [_zeros(dq_shape, do, zero), jnp.zeros_like(k), jnp.zeros_like(v)]
+    depends = zeros_from_do and do.size == math.prod(dq_shape) and do.dtype.itemsize == 2
+    zeros = [_zeros_from(do, dq_shape) if depends else jnp.full(dq_shape, zero)]
+    zeros += [jnp.zeros_like(k), jnp.zeros_like(v)]
     of_terms = extra | written
     zeros += [jnp.zeros(x.shape, x.dtype) for x in of_terms.values()]
     dq, dk, dv, *others = pl.run_state(add_up)(zeros)
@@ -272,11 +277,9 @@ def attention_backward(
     return dq, dk, dv, found
 
 
-def _zeros(shape: tuple[int, ...], do: Array, zero: Array) -> Array:
-    """For dQ. Where it is as large as dO, XLA writes them in the kernel that reads dO for delta."""
-    if do.size != math.prod(shape) or do.dtype.itemsize != 2:
-        return jnp.full(shape, zero)
-    bits = lax.bitcast_convert_type(do, jnp.uint16)
+def _zeros_from(x: Array, shape: tuple[int, ...]) -> Array:
+    """fp32 zeros that XLA believes to be made from an array of 16-bit numbers."""
+    bits = lax.bitcast_convert_type(x, jnp.uint16)
     return (bits & lax.optimization_barrier(jnp.uint16(0))).astype(jnp.float32).reshape(shape)
 
 
