@@ -309,4 +309,7 @@ def head_group(problem: Problem, config: BackwardConfig) -> int:
     num_kv_tiles = -(-problem.kv_len // config.block_kv)
     row_bytes = 2 * (problem.head_dim + problem.value_dim) + 4 * problem.head_dim
     head_bytes = problem.num_q_heads // problem.num_kv_heads * problem.q_len * row_bytes
-    return max(2 * problem.num_blocks // num_kv_tiles, 8 if 8 * head_bytes <= _CACHE_BYTES else 4)
+    # Two tiles a block, but one where a tile of keys has much to read (measured at D = 256).
+    tiles_a_block = 1 if config.own_gradients and problem.parts == 1 else 2
+    fewest = 8 if 8 * head_bytes <= _CACHE_BYTES else 4
+    return max(tiles_a_block * problem.num_blocks // num_kv_tiles, fewest)
