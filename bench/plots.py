@@ -347,7 +347,7 @@ def training_curve(runs: Runs) -> Figure:
     if not curves:
         raise StaleError("it has no losses")
     colors = (BLUE, "o"), (style.ORANGE, "s"), (style.GREEN, "^")
-    looks = dict(zip(curves, colors, strict=False))
+    looks = dict(zip(curves, colors[: len(curves)], strict=True))
     figure, axes = style.subplots(1, 2, 3.7, sharey=True, width_ratios=(3, 2))
     for ax, of, unit in zip(
         axes[0], ("seconds", "step"), ("seconds since the start", "steps"), strict=True

@@ -250,7 +250,7 @@ def differentiate(
         ),
         wanted=wanted,
         deterministic=spec.deterministic,
-        zeros_from_do=not must_clean,  # four results of one kernel are slower than two kernels
+        zeros_from_do=not must_clean,  # q, do, delta and zeros by one kernel: slower than by two
         config=config,
         interpret=interpret,
     )

@@ -26,8 +26,8 @@ layouts:
                     and dK. P' (rounded) and dS' go through shared memory. Each makes half of dQ,
                     that with dV one step late, so it never waits for the other's dS' of a step.
 
-dQ is added by TMA, or, where tiles leave shared memory no room for it, from registers in the order
-in which threads hold it: it is put in order when it is rounded.
+dQ is added by TMA from shared memory; at D = 256, where every query sees all keys, from registers
+in the order in which threads hold it: it is put in order when it is rounded.
 
 Queries that need no mask come without a test. In the rest scores and dS' are replaced where a key
 is hidden, and K_j is cleaned of NaN and inf once, because dQ multiplies it by zeros. Where lengths
@@ -182,14 +182,12 @@ def attention_backward(
     padding = ((0, 0), (0, 0), (0, surplus))
     unit = 1.0 if problem.is_wide else tiles.LOG2_E
     # XLA's GPU compiler gets the transposition wrong that lse may come from, if it has the
-    # comparison of the marks in the same kernel (seen with JAX 0.11.2).
+    # comparison below in the same kernel (seen with JAX 0.11.2).
     lse = jnp.pad(lse * unit, padding, constant_values=jnp.inf)
     lse, zero = lax.optimization_barrier((lse, jnp.zeros((), jnp.float32)))
-    marks = None
-    if cleans_queries(problem, config) and problem.bias is None:  # with one it looks itself
-        has_no_gradient = jnp.isposinf(lse[:, :, : problem.q_len]).any(axis=1)
-        in_ranges = config.block_q if mask.array is None else None
-        marks = schedules.find_marks(ranges, has_no_gradient, in_ranges)
+    if cleans_queries(problem, config):
+        has_blank = jnp.isposinf(lse[:, :, : problem.q_len]).any()
+        inputs["has_blank"] = has_blank.astype(jnp.int32)[None]
     operands = {"q": q, "k": k, "v": v, "do": do}
     if problem.parts > 1:
         # A bias leaves no registers for more TMA descriptors.
@@ -211,7 +209,7 @@ def attention_backward(
         # Batch elements that share a bias read it, and add to its gradient, one after another.
         is_shared = problem.has_bias_tiles and problem.bias.shape[0] == 1
         table = schedules.make_for_keys(
-            ranges, batch, num_heads, num_blocks, group, marks=marks, batch_first=is_shared
+            ranges, batch, num_heads, num_blocks, group, batch_first=is_shared
         )
         if "dbias" in extra and _writes_bias(problem, config, ranges, table):
             written["dbias"] = extra.pop("dbias")
@@ -253,7 +251,7 @@ def attention_backward(
             for ref, result in zip(replaced, results, strict=True):
                 ref[...] = result
             return
-        rounds = schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs, marks=marks)
+        rounds = schedules.make_in_rounds(ranges, batch, num_heads, num_blocks, slabs)
         tables = jnp.asarray(rounds)
 
         def launch(number: Any, _: None) -> None:

@@ -48,8 +48,7 @@ _STEPS_A_LAG = 20  # and less than 3 if there are not so many steps for each
 class Tile(NamedTuple):
     """One row of the schedule: a key tile, and query tiles ``[lo, hi)`` with their full part.
 
-    Where a boolean mask decides, ``hi`` is instead how many steps the key tile has. ``blank`` is 1
-    if some of the queries have no gradient and the kernel is to care.
+    Where a boolean mask decides, ``hi`` is instead how many steps the key tile has.
     """
 
     kv_tile: Any
@@ -58,14 +57,12 @@ class Tile(NamedTuple):
     full_lo: Any
     full_hi: Any
     hi: Any
-    blank: Any
 
 
 class KeyTile(NamedTuple):
     """Where a key tile is: its batch element, dQ's place for that, its head and first key.
 
-    ``kv_slot`` is where in the ring of K and V it is. ``blank`` is whether some of its queries have
-    no gradient, as in a :class:`Tile`.
+    ``kv_slot`` is where in the ring of K and V it is.
     """
 
     batch: Any
@@ -73,7 +70,6 @@ class KeyTile(NamedTuple):
     head: Any
     key: Any
     kv_slot: Any
-    blank: Any
 
 
 class Kernel(Tiles):
@@ -93,6 +89,7 @@ class Kernel(Tiles):
         self.bias_stages = config.bias_stages if "bias_s" in refs else 0
         self.transposes_bias = transposes_bias(problem, config)
         self.cleans_queries = cleans_queries(problem, config)
+        self.has_blank: Any = False  # whether some queries have no gradient: only known in run
         self.shares = dq_shares(problem, config)
         self.group = problem.num_q_heads // problem.num_kv_heads
         self.slabs = refs["dq"].shape[0] // problem.batch
@@ -104,6 +101,8 @@ class Kernel(Tiles):
         @pl.when(self.warpgroup < GROUPS)
         def _() -> None:
             plgpu.set_max_registers(config.consumer_registers, action="increase")
+            if self.cleans_queries:
+                self.has_blank = self.refs["has_blank"][0] > 0
             for slot in range(0 if config.dq_warpgroup else config.kv_stages):
                 self.arrive("kv_empty", slot)
             for slot in range(config.q_stages):
@@ -326,7 +325,7 @@ class Kernel(Tiles):
         """Where a key tile is."""
         batch, kv_head = self.batch_and_head(tile)
         key = tile.kv_tile * self.config.block_kv
-        return KeyTile(batch, self.slab(tile, batch), kv_head, key, kv_slot, tile.blank > 0)
+        return KeyTile(batch, self.slab(tile, batch), kv_head, key, kv_slot)
 
     def slab(self, tile: Tile, batch: Any) -> Any:
         """Where dQ keeps its sum for a key tile of a batch element."""
@@ -350,7 +349,7 @@ class Kernel(Tiles):
 
         def step_of(turn: Any, head: Any, row: Any, masked: Any) -> Step:
             where = head, row, at.key, at.kv_slot
-            return Step(turn, at.batch, at.slab, *where, masked, at.blank)
+            return Step(turn, at.batch, at.slab, *where, masked)
 
         def visit_head(g: Any, carry: Any) -> Any:
             first, carry = carry

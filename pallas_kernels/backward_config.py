@@ -191,7 +191,7 @@ def default_config(problem: Problem) -> BackwardConfig:
         bias_stages = _bias_stages(problem, 16 if problem.dropout_rate > 0.0 else 32)
         spill_bytes = 128 if ids else 48
         if problem.has_bias_tiles:
-            spill_bytes = max(spill_bytes, 88)  # 68 where its gradient waits for other blocks
+            spill_bytes = max(spill_bytes, 192)  # causal and grouped 188, full 84
         if widest <= 96:
             spill_bytes = 32 if ids else 8  # 24 with segments and JAX 0.12, else 0 or 8
         return BackwardConfig(
@@ -235,8 +235,8 @@ def cleans_queries(problem: Problem, config: BackwardConfig) -> bool:
     """Whether the kernel zeroes rows of Q and dO that have no gradient, and may hold anything.
 
     Otherwise they must come clean, which takes a pass over both. Without a bias only rows of masked
-    tiles are looked at: with segments others may see nothing, too. With a bias all are, for which
-    parts leave no registers.
+    tiles are looked at: with segments others may see nothing, too. With a bias all are, for which a
+    step of several parts (``config.parts``) leaves no registers.
     """
     mask = problem.mask
     if mask.q_segments is not None or config.own_gradients:

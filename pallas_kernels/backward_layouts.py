@@ -71,6 +71,11 @@ class OwnKeys(Kernel):
         """Cleans this warpgroup's part of the keys."""
         self.clean(self.own_keys("k_s", kv_slot))
 
+    def clean_blank_queries(self, q_slot: Any, do_slot: Any) -> None:
+        """Zeroes rows of Q and dO that have no gradient, if a tile has some."""
+        has_some = self.ops.any_infinite(self.refs["lse_s"].at[q_slot])
+        pl.when(has_some)(lambda: self.clean_queries(q_slot, do_slot))
+
     def clean_queries(self, q_slot: Any, do_slot: Any) -> None:
         """Zeroes rows of Q and dO that have no gradient; each consumer has one of the two."""
 
@@ -162,17 +167,13 @@ class OwnKeys(Kernel):
                 ops.matmul(acc, self.own_keys("v_s", kv_slot), do, transpose_b=True)
 
             self.wait("q_full", q_slot)
-            # A bias can hide all keys of a row, whatever the tile.
+            # A bias can hide all keys of a row in any tile, a mask only where it is looked at.
             has_bias = self.problem.bias is not None
             may_clean = self.cleans_queries and (has_bias or step.masked is not False)
             if may_clean:
                 self.wait("do_full", do_slot)
-                is_blank = (
-                    ops.any_infinite(refs["lse_s"].at[q_slot])
-                    if has_bias
-                    else step.blank & step.masked
-                )
-                pl.when(is_blank)(lambda: self.clean_queries(q_slot, do_slot))
+                looks = self.has_blank if has_bias else self.has_blank & step.masked
+                pl.when(looks)(lambda: self.clean_blank_queries(q_slot, do_slot))
             self.await_turn()
             for part, span in enumerate(spans):
                 q = refs["q_s"].at[q_slot, span]

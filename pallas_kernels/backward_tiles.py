@@ -54,7 +54,6 @@ class Step(NamedTuple):
         key: first key of the thread block.
         kv_slot: where in the ring of K and V these are.
         masked: whether keys may be hidden: False, True, or a traced bool.
-        blank: whether some queries of the key tile have no gradient, if the kernel is to care.
     """
 
     turn: Any
@@ -65,7 +64,6 @@ class Step(NamedTuple):
     key: Any
     kv_slot: Any
     masked: Any
-    blank: Any = False
 
 
 class Given(NamedTuple):

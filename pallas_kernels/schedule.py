@@ -504,33 +504,6 @@ def find_query_bounds(mask: Mask, q_len: int, kv_len: int, num_keys: int) -> tup
     return jnp.pad(start, surplus), jnp.pad(end, surplus)
 
 
-def find_marks(ranges: QueryRanges, rows: Array, block_q: int | None) -> Array:
-    """Which key tiles visit a query tile with some of the given rows.
-
-    Args:
-        ranges: of query tiles, which end after they begin or visit none.
-        rows: bool ``[B, Tq]``.
-        block_q: queries in a tile; None where there are lists of them (:func:`find_query_visits`):
-            then all key tiles of a batch element are marked or none.
-
-    Returns:
-        int32 of the ranges' shape, 1 or 0.
-    """
-    if block_q is None:
-        has_some = rows.any(axis=1) if ranges.lo.shape[0] > 1 else rows.any(keepdims=True)[:, 0]
-        heads = ranges.lo.shape[0] // has_some.shape[0]
-        has_some = jnp.repeat(has_some, heads)[:, None]
-        return jnp.broadcast_to(has_some, ranges.lo.shape).astype(jnp.int32)
-    if ranges.lo.shape[0] == 1:
-        rows = rows.any(axis=0, keepdims=True)
-    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % block_q)))
-    has_some = rows.reshape(rows.shape[0], -1, block_q).any(axis=2)
-    q_tile = np.arange(has_some.shape[1], dtype=np.int32)
-    lo, hi = ranges.lo[:, :, None], ranges.hi[:, :, None]
-    is_marked = has_some[:, None] & (lo <= q_tile) & (q_tile < hi)
-    return is_marked.any(axis=2).astype(jnp.int32)
-
-
 def make_for_keys(
     ranges: QueryRanges,
     batch: int,
@@ -538,14 +511,12 @@ def make_for_keys(
     num_blocks: int,
     head_group: int,
     *,
-    marks: Any = None,
     batch_first: bool = False,
 ) -> Any:
-    """The backward pass's schedule, ``[num_blocks, max_tiles + 1, 7]``.
+    """The backward pass's schedule, ``[num_blocks, max_tiles + 1, 6]``.
 
-    Its words are the key tile, or -1 past the end, ``batch * num_kv_heads + head``, the four
-    ranges of the key tile's query tiles, and its mark (:func:`find_marks`), 0 if there are none.
-    For ``batch_first`` see :func:`make`.
+    Its words are the key tile, or -1 past the end, ``batch * num_kv_heads + head`` and the four
+    ranges of the key tile's query tiles. For ``batch_first`` see :func:`make`.
     """
     num_kv_tiles = ranges.lo.shape[1]
     num_tiles = batch * num_kv_heads * num_kv_tiles
@@ -559,7 +530,7 @@ def make_for_keys(
         tiles, xp = _dealt(ranges, batch, num_kv_heads, num_blocks), jnp
     if batch_first and ranges.lo.shape[0] == 1:
         tiles = _batch_first(tiles, batch, num_kv_heads, num_kv_tiles, xp)
-    return _key_words(ranges, marks, tiles, batch * num_kv_heads, xp)
+    return _key_words(ranges, tiles, batch * num_kv_heads, xp)
 
 
 def can_await_first(table: np.ndarray, batch: int, num_kv_heads: int) -> bool:
@@ -593,10 +564,8 @@ def make_in_rounds(
     num_kv_heads: int,
     num_blocks: int,
     slabs: int,
-    *,
-    marks: Any = None,
 ) -> Any:
-    """The schedules of a deterministic backward pass, ``[rounds, num_blocks, max_tiles + 1, 7]``.
+    """The schedules of a deterministic backward pass, ``[rounds, num_blocks, max_tiles + 1, 6]``.
 
     Round ``r`` has the key tiles ``r * slabs <= j < (r + 1) * slabs`` of every head, which add to
     different slabs of dq.
@@ -611,10 +580,10 @@ def make_in_rounds(
     used = (place < num_places) & (kv_tile < num_kv_tiles)
     xp = np if isinstance(ranges.lo, np.ndarray) else jnp
     tiles = np.where(used, head * num_kv_tiles + kv_tile, -1)
-    return _key_words(ranges, marks, tiles, batch * num_kv_heads, xp)
+    return _key_words(ranges, tiles, batch * num_kv_heads, xp)
 
 
-def _key_words(ranges: QueryRanges, marks: Any, tiles: Any, num_heads: int, xp: Any) -> Any:
+def _key_words(ranges: QueryRanges, tiles: Any, num_heads: int, xp: Any) -> Any:
     """Expands tile numbers ``(b * Hk + h) * num_kv_tiles + kv_tile``; ``num_heads`` is B * Hk."""
     num_kv_tiles = ranges.lo.shape[1]
     used = tiles >= 0
@@ -622,6 +591,5 @@ def _key_words(ranges: QueryRanges, marks: Any, tiles: Any, num_heads: int, xp: 
     head, kv_tile = tile // num_kv_tiles, tile % num_kv_tiles
     row = row_of(head, ranges.lo.shape[0], num_heads)
     words = [xp.where(used, kv_tile, -1), head]
-    marks = xp.zeros_like(ranges.lo) if marks is None else marks
-    words += [xp.asarray(x)[row, kv_tile] for x in (*ranges, marks)]
+    words += [xp.asarray(x)[row, kv_tile] for x in ranges]
     return xp.stack(words, axis=-1).astype(xp.int32)

@@ -27,10 +27,7 @@ HEAVY_TERMS = ("soft cap, dropout, sinks", "bias")
 
 
 def is_compiled_here(name):
-    """The usual mask, at the usual dims the heaviest too; the heaviest terms, and all at once.
-
-    Each with grouped heads or without, in turns.
-    """
+    """Heavy terms, and all; the usual mask without grouped heads, with them some heavy masks."""
     problem, _, terms = name.partition(", ")
     is_grouped = problem.endswith("grouped")
     if problem.startswith("ladder"):
@@ -39,7 +36,8 @@ def is_compiled_here(name):
         is_heavy = "bfloat16" in problem and terms in HEAVY_TERMS
         return terms == "everything" if is_grouped else is_heavy
     if is_grouped:
-        return "segments" in problem and any(f"D{d}/{d}" in problem for d in (64, 128, 256))
+        dims = {"segments": (64, 128, 256), "causal": (128, 256)}.get(problem.split()[2], ())
+        return "bfloat16" in problem and any(f"D{d}/{d}" in problem for d in dims)
     return "causal" in problem
 
 

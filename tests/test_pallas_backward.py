@@ -106,6 +106,8 @@ CASES = COMMON_CASES | {
     "D72/128": ((1, 64, 130, 1, 1, 72, 128), {}, {}),
     "D192/128": ((1, 64, 130, 2, 1, 192, 128), {}, {}),
     "D256": ((1, 70, 130, 2, 2, 256), {"is_causal": True, "q_offset": 60}, None),
+    "D256 full": ((2, 140, 130, 2, 1, 256), {}, {}),
+    "whole tiles": ((2, 128, 128, 2, 1, 128), {"is_causal": True}, None),
     "keys that none sees": ((1, 64, 300, 1, 1, 128), {"is_causal": True}, None),
     "lengths": (
         (4, 100, 200, 1, 1, 128),
@@ -212,14 +214,15 @@ def test_every_option(name, interpreted):
     check(run(q, k, v, do, dlse, local_window_size=window, **keywords), want)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("d", mostly_on_gpu([64, 80, 256], {80}))
-def test_deterministic_sums_add_up(d, interpreted):
+def test_deterministic_sums_add_up(d, is_causal, interpreted):
     """The same sums in one order; on a GPU also the same bits."""
     if not ON_GPU:
         interpreted(num_blocks=3)  # three tiles of different slabs or heads at a time: no race
     q, k, v = qkv(1, 140, 300, 2, 1, d)
     do, dlse = cotangents(q, v)
-    keywords = {"is_causal": True, "q_offset": 160}
+    keywords = {"is_causal": True, "q_offset": 160} if is_causal else {}
     want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **keywords)
     call = program(deterministic=True, **keywords)
     first = call(q, k, v, do, dlse)
@@ -473,12 +476,13 @@ def test_additions_from_registers_are_of_16_bits(interpreted):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("d", [64, 80, 96, 128, 192, 256])
-def test_twenty_runs_agree(d, interpreted):
+def test_twenty_runs_agree(d, is_causal, interpreted):
     """dk and dv bit for bit; dq to its last bits, which depend on the order of sums."""
     q, k, v = qkv(2, 1000, 1000, 8, 4, d)
     do, dlse = cotangents(q, v)
-    call = program(is_causal=True)
+    call = program(is_causal=is_causal)
     first = [np.asarray(x, np.float32) for x in call(q, k, v, do, dlse)]
     for _ in range(20):
         again = [np.asarray(x, np.float32) for x in call(q, k, v, do, dlse)]
