@@ -5,7 +5,9 @@
 
 namespace jax_flash {
 
-constexpr int kMostParts = 8;  // blocks of a cluster: what every GPU that has clusters allows
+// Blocks of a cluster: what every GPU that has clusters allows.
+constexpr int kLog2MostParts = 3;
+constexpr int kMostParts = 1 << kLog2MostParts;
 
 template <class T_, class KV_, int DK, int DV, int TILES, int WARPS, int STAGES, int BLOCKS,
           bool TMA, bool BALANCED, bool HOPPER = true>

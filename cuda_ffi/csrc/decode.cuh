@@ -105,7 +105,10 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
   while (walk.valid) {
     const Segment segment = walk.segment;
     consumer.begin(segment);
-    if (is_shared) cluster_wait();
+    if (is_shared) {
+      __syncwarp();  // all lanes of a warp have to wait together
+      cluster_wait();
+    }
     for (int chunk = segment.first + first; chunk < segment.last; chunk += step) {
       if constexpr (C::kTma) {
         barrier_wait(barriers + stage * 8, phase);
@@ -173,21 +176,19 @@ JF_DEVICE void decode_block(const DecodeParams& p, const Grid& grid, const CUten
         const float2* row_sums = sums + row * kMostParts;
         const float* columns = inbox + row * C::kDV + column;
         wait_for_peers(inbox_barrier);  // so does thread 0, before which no block ends
-        // Of fewer parts than there may be each counts several times: that takes no branch, and
-        // cancels, being a power of two.
-        State4 x = merge<kMostParts>([&](int j) {
+        // Of fewer parts than there may be each counts several times, at a fraction: no branch.
+        const auto get = [&](int j) {
           const int from = j & (parts - 1);
           const float2 s = row_sums[from];
           return State4{s.x, s.y, *(const float4*)(columns + (from << shift))};
-        });
-        const float share = (float)parts / kMostParts;
-        x.l *= share, x.acc = share * x.acc;
+        };
+        const int halvings = shift - (kLog2DV - kLog2MostParts);
+        const State4 x = merge<kMostParts>(get, (float)halvings);
         if (d < p.value_dim) target.write(scale, x);
       };
       for (int i = threadIdx.x * 4; i < rows << width_shift; i += C::kThreads * 4) {
         if (grid.parts == kMostParts) {  // with offsets that are known when it is compiled
-          static_assert(kMostParts == 8, "see the shift");
-          finish(i, kMostParts, kLog2DV - 3);
+          finish(i, kMostParts, kLog2DV - kLog2MostParts);
         } else {
           finish(i, grid.parts, width_shift);
         }
