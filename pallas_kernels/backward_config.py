@@ -99,6 +99,10 @@ class BackwardConfig:
                 "dq_warpgroup: with own gradients, keys_in_registers, and P' in a buffer of its "
                 "own, in which dK and dV are staged"
             )
+        if self.adds_registers and self.dq_columns:
+            raise ValueError(
+                f"dq_columns={self.dq_columns}: with adds_registers nothing is staged; leave it 0"
+            )
         # setmaxnreg waits for registers that others give back: too large a wish waits for ever.
         registers = _REGISTERS[self.dq_warpgroup]
         others = self.producer_registers + self.dq_warpgroup * self.dq_registers

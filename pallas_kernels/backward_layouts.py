@@ -433,10 +433,15 @@ class OwnGradients(Kernel):
             return kept, kept if p.slopes is p.kept else p.slopes.astype(self.problem.dtype)
 
         p, slopes = self.accumulate(probabilities, ("s_acc",))
-        if before is None:  # as soon as can be: a warp may have to wait before it issues products
+        release = functools.partial(self.arrive, "do_empty", do_slot)
+
+        def hand_over() -> None:
             self.wait("p_empty")
             refs["p_s"][...] = slopes
             self.arrive("p_full")
+
+        if before is None:  # as soon as can be: a warp may have to wait before it issues products
+            hand_over()
         self.wait("do_full", do_slot)
 
         def add_values(target: Ref) -> None:
@@ -445,23 +450,16 @@ class OwnGradients(Kernel):
             def issue() -> None:
                 ops.matmul_registers(target, kept, refs["do_s"].at[do_slot])
 
-            def hand_over() -> None:
-                self.wait("p_empty")
-                refs["p_s"][...] = slopes
-                self.arrive("p_full")
-
             if self.config.dq_first:
                 hand_over()
-                release = functools.partial(self.arrive, "do_empty", do_slot)
                 self.make_dq_if_any(before, zero, release, issue)
                 return
             issue()
             if before is None:
                 ops.wait_matmuls(0)
-                self.arrive("do_empty", do_slot)
+                release()
                 return
             make_dq = functools.partial(self.make_dq_if_any, before, zero)
-            release = functools.partial(self.arrive, "do_empty", do_slot)
             if self.config.hands_over_in_ds:
                 make_dq(release)  # of the dS' in the place of which P' will be
                 self.wait("p_empty")
