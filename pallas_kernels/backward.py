@@ -260,7 +260,9 @@ def attention_backward(
         lax.fori_loop(0, tables.shape[0], launch, None)
 
     # Not jax.new_ref: its effect would be seen outside, where custom derivatives know none.
-    depends = zeros_from_do and do.size == math.prod(dq_shape) and do.dtype.itemsize == 2
+    # Inside shard_map do may vary over a mesh, of which a kernel's reference must not by its type.
+    depends = zeros_from_do and not jax.typeof(do).manual_axis_type.varying
+    depends = depends and do.size == math.prod(dq_shape) and do.dtype.itemsize == 2
     zeros = [_zeros_from(do, dq_shape) if depends else jnp.full(dq_shape, zero)]
     zeros += [jnp.zeros_like(k), jnp.zeros_like(v)]
     of_terms = extra | written
