@@ -186,9 +186,9 @@ def differentiate(
     if 0 in (spec.batch, spec.q_len, spec.num_q_heads, spec.kv_len):
         terms = operands.bias, operands.alibi_slopes, operands.sinks
         return Gradients(*(x if x is None else jnp.zeros_like(x) for x in (q, k, v, *terms)))
-    # Without a barrier XLA makes one slow loop of the reduction and the transposition.
+    # Without barriers XLA makes slow loops of the reduction, the transposition and comparisons.
     lse, delta = jax.lax.optimization_barrier((residuals.lse, delta))
-    lse, delta = lse.transpose(0, 2, 1), delta.transpose(0, 2, 1)
+    lse, delta = jax.lax.optimization_barrier((lse.transpose(0, 2, 1), delta.transpose(0, 2, 1)))
     # Rows that see no key have no gradient, nor have those that see a NaN, which makes lse one.
     # (But a NaN in a value meets their probabilities of 0, and makes NaN of their gradients.)
     has_gradient = jnp.isfinite(lse)

@@ -42,10 +42,11 @@ has the factor 1 - tanh^2. Dropout, drawn anew, makes P' negative where it drops
 rest, and dS' = P' * (dP' / (1 - rate) - delta) or |P'| * (0 - delta). A boolean mask has lists of
 the query tiles that see a key tile, a bias comes tile by tile and is transposed on its way into
 registers, or before if it is in fp32. Gradients of terms are computed where somebody asks for
-them: that of a full bias is dS' added up in fp32, in its own shape (where all batch elements visit
-the same tiles, the first of them writes, and the others wait for that and then add); those of a
-bias of one row and of ALiBi slopes are sums over queries, kept in registers; those of sinks and of
-a bias of one column are known without the kernel, the latter unless there is a soft cap.
+them: that of a full bias is dS', in its own shape, written in its type where each batch element has
+a bias of its own, else added up in fp32 (where all elements visit the same tiles, the first writes,
+and the others wait for that and then add); those of a bias of one row and of ALiBi slopes are sums
+over queries, kept in registers; those of sinks and of a bias of one column are known without the
+kernel, the latter unless there is a soft cap.
 
 fp32 (:mod:`pallas_kernels.split`), up to D = 128: own gradients, three parts of each operand. Up to
 D = 64 P' is handed over in fp32, and K or V stays in registers as an operand of S' or dP', which
@@ -145,8 +146,9 @@ def attention_backward(
         dq fp32 ``[B, Tq'', Hq, D]`` with surplus rows, times ``scale`` where q is fp32 and without
         that factor where it has 16 bits;
         dk ``[B, Tk', Hk, D]`` and dv ``[B, Tk', Hk, Dv]``; and what
-        :func:`pallas_kernels.backward_terms.sums` declares, and where thread blocks waited for
-        others ``dbias_rows``, by which these told how far they were.
+        :func:`pallas_kernels.backward_terms.sums` declares: ``dbias`` in fp32 or the bias's type.
+        Where thread blocks waited for others also ``dbias_rows``, by which these told how far
+        they were.
     """
     config = config or default_config(problem)
     ops = Ops(interpret, problem.parts)
@@ -203,7 +205,7 @@ def attention_backward(
     if config.adds_registers:
         dq_shape = (batch, dq_shape[2], *fragments.shape(dq_shape[1], dq_shape[3]))
     dq_shape = (slabs * batch, *dq_shape[1:])
-    table, written = None, {}
+    table, writes_bias, written, zeroed = None, False, {}, {}
     if not deterministic:
         group = head_group(problem, config)
         # Batch elements that share a bias read it, and add to its gradient, one after another.
@@ -211,19 +213,26 @@ def attention_backward(
         table = schedules.make_for_keys(
             ranges, batch, num_heads, num_blocks, group, batch_first=is_shared
         )
-        if "dbias" in extra and _writes_bias(problem, config, ranges, table):
-            written["dbias"] = extra.pop("dbias")
+        writes_bias = "dbias" in extra and _writes_bias(problem, config, ranges, table)
+        if writes_bias:
+            dbias = extra.pop("dbias")
             if problem.bias.shape[0] < batch:
                 counters = problem.num_q_heads, num_kv_tiles, GROUPS
-                extra["dbias_rows"] = jax.ShapeDtypeStruct(counters, jnp.int32)
+                zeroed["dbias_rows"] = jax.ShapeDtypeStruct(counters, jnp.int32)
+                written["dbias"] = dbias
+            else:
+                dbias = jax.ShapeDtypeStruct(dbias.shape, problem.bias.dtype)
+                visited = _visited(problem, config, ranges, rows)
+                is_all = visited is not None and visited.all()
+                (written if is_all else zeroed)["dbias"] = dbias
     # A deterministic launch writes some rows of dk and dv, another launch the others.
-    sums = (*(("dq", "dk", "dv") if deterministic else ("dq",)), *extra)
+    sums = (*(("dq", "dk", "dv") if deterministic else ("dq",)), *extra, *zeroed)
     outputs = {} if deterministic else {"dk": k, "dv": v, **written}
 
     def body(*refs: Ref, **buffers: Ref) -> None:
         named = dict(zip(("schedule", *inputs, *sums, *outputs), refs, strict=True))
         layout = OwnGradients if config.own_gradients else OwnKeys
-        layout(problem, config, ops, edges, named | buffers, bool(written)).run()
+        layout(problem, config, ops, edges, named | buffers, writes_bias).run()
 
     kernel = plgpu.kernel(
         body,
@@ -246,7 +255,8 @@ def attention_backward(
     def add_up(refs: Any) -> None:
         dq, dk, dv, *others = refs
         if not deterministic:
-            added, replaced = others[: len(extra)], (dk, dv, *others[len(extra) :])
+            num_added = len(others) - len(written)
+            added, replaced = others[:num_added], (dk, dv, *others[num_added:])
             results = kernel(jnp.asarray(table), *inputs.values(), dq, *added)
             for ref, result in zip(replaced, results, strict=True):
                 ref[...] = result
@@ -265,14 +275,14 @@ def attention_backward(
     depends = depends and do.size == math.prod(dq_shape) and do.dtype.itemsize == 2
     zeros = [_zeros_from(do, dq_shape) if depends else jnp.full(dq_shape, zero)]
     zeros += [jnp.zeros_like(k), jnp.zeros_like(v)]
-    of_terms = extra | written
+    of_terms = extra | zeroed | written
     zeros += [jnp.zeros(x.shape, x.dtype) for x in of_terms.values()]
     dq, dk, dv, *others = pl.run_state(add_up)(zeros)
     dq = dq.reshape(slabs, batch, *dq_shape[1:]).sum(axis=0) if slabs > 1 else dq
     dq = fragments.to_rows(dq) if config.adds_registers else dq
     found = dict(zip(of_terms, others, strict=True))
-    if written:
-        visited = _visited(ranges, config, found["dbias"].shape)
+    if "dbias_rows" in found:
+        visited = _visited(problem, config, ranges, rows)
         found["dbias"] = _zeros_elsewhere(found["dbias"], visited)
     return dq, dk, dv, found
 
@@ -288,35 +298,34 @@ def _writes_bias(
 ) -> bool:
     """Whether a bias's gradient is written tile by tile, not added to zeros.
 
-    That saves zeros, which would be written and read again. A tile must be of one head, and which
-    tiles are visited must be known at trace time, and the same for all batch elements. Where these
-    share the bias one of them writes, and the others wait for it and add: then thread blocks must
-    be able to wait for each other, and it pays off only beyond what the L2 cache holds.
+    A tile must be of one head. Where batch elements share the bias one of them writes, in fp32, and
+    the others wait for it and add, which saves zeros that would be written and read again: then
+    thread blocks must be able to wait for each other, all elements must visit the same tiles, known
+    at trace time, and it pays off only beyond what the L2 cache holds.
     """
     bias = problem.bias
-    if (
-        config.own_gradients
-        or bias.shape[1] != problem.num_q_heads
-        or problem.mask.array is not None
-    ):
+    if config.own_gradients or bias.shape[1] != problem.num_q_heads:
         return False
-    if not isinstance(ranges.lo, np.ndarray) or len(ranges.lo) > 1:
-        return False
-    if bias.dtype == jnp.float32 and not _visited(ranges, config, bias.shape).all():
-        return False  # zeros elsewhere would take a pass of their own, with no conversion to be in
     if bias.shape[0] == problem.batch:
         return True
-    is_large = 4 * math.prod(bias.shape) >= _CACHED_BYTES
-    if not (is_large and problem.blocks_meet and isinstance(table, np.ndarray)):
+    visited = _visited(problem, config, ranges, problem.q_len)
+    if visited is None or 4 * math.prod(bias.shape) < _CACHED_BYTES:
         return False
-    return schedules.can_await_first(table, problem.batch, problem.num_kv_heads)
+    if bias.dtype == jnp.float32 and not visited.all():
+        return False  # zeros elsewhere would take a pass of their own, with no conversion to be in
+    if not (problem.blocks_meet and isinstance(table, np.ndarray)):
+        return False
+    return schedules.can_await_first(table, problem.num_kv_heads)
 
 
 def _visited(
-    ranges: schedules.QueryRanges, config: BackwardConfig, shape: tuple[int, ...]
-) -> np.ndarray:
-    """Which tiles of ``[..., rows, keys]`` are visited: ``[query tiles, key tiles]``."""
-    q_tile = np.arange(-(-shape[2] // config.block_q))[:, None]
+    problem: Problem, config: BackwardConfig, ranges: schedules.QueryRanges, rows: int
+) -> np.ndarray | None:
+    """Which tiles are visited, ``[query tiles, key tiles]``; None if it varies, or is not known."""
+    is_known = problem.mask.array is None and isinstance(ranges.lo, np.ndarray)
+    if not is_known or len(ranges.lo) > 1:
+        return None
+    q_tile = np.arange(-(-rows // config.block_q))[:, None]
     return (ranges.lo[0] <= q_tile) & (q_tile < ranges.hi[0])
 
 

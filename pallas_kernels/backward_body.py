@@ -40,9 +40,6 @@ Ref = Any
 
 _MEETING = 5  # the first named barrier that is not Mosaic's
 FIRST_TURN = 6  # and a warpgroup's turn: one for each consumer
-_MAX_LAG = 3  # steps between batch elements that wait to add to a bias's gradient,
-_NUM_LAGS = 4  # for so many of them,
-_STEPS_A_LAG = 20  # and less than 3 if there are not so many steps for each
 
 
 class Tile(NamedTuple):
@@ -214,23 +211,24 @@ class Kernel(Tiles):
             full = refs["k_full"].at[kv_slot]
             plgpu.copy_gmem_to_smem(source, target.at[kv_slot, place], full)
 
-        def await_first_of_bias(head: Any, row: Any) -> None:
-            # Each a few steps further behind: together they would add to the same place. Where
-            # there are few steps, waiting costs more than that.
-            lag = min(self.problem.q_len // config.block_q // _STEPS_A_LAG, _MAX_LAG)
-            place = remainder(self.order_in_head(batch, head) - 1, _NUM_LAGS)
-            needed = row + config.block_q * (1 + lag * place)
-            for group in range(GROUPS):
-                rows = refs["dbias_rows"].at[head, tile.kv_tile, pl.ds(group, 1)]
-                self.ops.await_value(rows, needed)
+        def await_first_of_bias(head: Any, row: Any, seen: Any) -> Any:
+            """Waits for a tile's rows. So many have been ``seen`` already; returns how many now."""
+            needed = row + config.block_q
 
-        def load_tile(turn: Any, at: tuple[Any, ...], row: Any) -> None:
-            if "dbias_rows" in refs:
-                choose(
-                    self.is_first_of_bias(batch, at[1]),
-                    lambda: None,
-                    lambda: await_first_of_bias(at[1], row),
+            def look() -> Any:
+                rows = refs["dbias_rows"].at[head, tile.kv_tile]
+                first, second = (
+                    self.ops.await_value(rows.at[pl.ds(group, 1)], needed)
+                    for group in range(GROUPS)
                 )
+                return jnp.minimum(first, second)
+
+            is_there = self.is_first_of_bias(batch) | (seen >= needed)
+            return lax.cond(is_there, lambda: seen, look)
+
+        def load_tile(turn: Any, at: tuple[Any, ...], row: Any, seen: Any) -> Any:
+            if "dbias_rows" in refs:
+                seen = await_first_of_bias(at[1], row, seen)
             # A bias is read at the start of a step, Q until the end of it: so its place is free
             # sooner, unless a step has several parts.
             if config.parts == 1:
@@ -239,6 +237,7 @@ class Kernel(Tiles):
             load("do", ("delta",), remainder(turn, config.do_stages), at, row)
             if config.parts > 1:
                 load_bias(turn, at, row)
+            return seen
 
         def load_bias(turn: Any, at: tuple[Any, ...], row: Any) -> None:
             for part in range(config.parts if self.bias_stages else 0):
@@ -253,16 +252,17 @@ class Kernel(Tiles):
             at = batch, kv_head * self.group + g
             if self.has_visits:
 
-                def visit(turn: Any, row: Any, _: Any, carry: None) -> None:
-                    load_tile(turn, at, row)
+                def visit(turn: Any, row: Any, _: Any, seen: Any) -> Any:
+                    return load_tile(turn, at, row, seen)
 
-                return self.for_each_visit(tile, *at, turns, visit, None)[0]
+                return self.for_each_visit(tile, *at, turns, visit, jnp.int32(0))[0]
             count = tile.hi - tile.lo
 
-            def load_next(i: Any, _: None) -> None:
-                load_tile(turns + g * count + i, at, (tile.lo + i) * config.block_q)
+            def load_next(i: Any, seen: Any) -> Any:
+                row = (tile.lo + i) * config.block_q
+                return load_tile(turns + g * count + i, at, row, seen)
 
-            lax.fori_loop(0, count, load_next, None)
+            lax.fori_loop(0, count, load_next, jnp.int32(0))
             return turns
 
         self.for_each_query_head(load_head, turns)
@@ -378,7 +378,7 @@ class Kernel(Tiles):
             carry, total = self.for_each_query_tile(tile, step, (carry, sums))
             self.store_sums(total, at.batch, head, self.first_key(at.key))
             choose(
-                self.is_first_of_bias(at.batch, head),
+                self.is_first_of_bias(at.batch),
                 lambda: self.publish_bias(head, at.key, ALL_ROWS),
                 lambda: None,
             )

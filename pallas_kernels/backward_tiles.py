@@ -33,6 +33,7 @@ Ref = Any
 ROWS = tiles.WARPGROUP_ROWS
 QUERY_BOUNDS = ("query_start", "query_end")  # of keys, where they are known at run time only
 KEY_SUMS = ("dbias_keys", "dslopes")  # gradients of terms that are sums over queries
+PUBLISHED_ROWS = 256  # of a bias's gradient, at a time: telling others takes time
 ALL_ROWS = np.iinfo(np.int32).max
 
 
@@ -317,40 +318,35 @@ class Tiles:
             add_column_sums(self.ops, ds, target.at[pl.ds(row, ds.shape[1])])
         if "dbias" not in self.refs:
             return
+        target = self.terms.of("dbias", step.batch, step.head)
+        if self.writes_bias and "dbias_rows" not in self.refs:  # nobody adds to it
+            target = target.at[pl.ds(row, ds.shape[1]), pl.ds(key, ROWS)]
+            self.ops.write_transposed(target, ds.astype(target.dtype))
+            return
         staging = self.refs["dbias_s" if "dbias_s" in self.refs else "dq_s"]
         source = staging.at[self.warpgroup if staging.shape[0] > 1 else 0]
         count = source.shape[0]
-        is_first = self.is_first_of_bias(step.batch, step.head)
+        is_first = self.is_first_of_bias(step.batch)
         for first in range(0, ds.shape[1], count):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.ops.store_transposed(source, ds[:, first : first + count])
             plgpu.commit_smem()
-            at = pl.ds(row + first, count), pl.ds(key, ROWS)
-            target = self.terms.of("dbias", step.batch, step.head).at[at]
+            piece = target.at[pl.ds(row + first, count), pl.ds(key, ROWS)]
 
-            def write(source: Ref = source, target: Ref = target, first: int = first) -> None:
+            def write(source: Ref = source, piece: Ref = piece, first: int = first) -> None:
                 if first == 0:  # what was written before has had a step's time to arrive
-                    self.publish_bias(step.head, step.key, row)
-                plgpu.copy_smem_to_gmem(source, target)
+                    is_due = lax.rem(row, jnp.int32(PUBLISHED_ROWS)) == 0
+                    pl.when(is_due)(lambda: self.publish_bias(step.head, step.key, row))
+                plgpu.copy_smem_to_gmem(source, piece)
 
-            choose(is_first, write, functools.partial(self.ops.reduce_store, source, target))
+            choose(is_first, write, functools.partial(self.ops.reduce_store, source, piece))
 
-    def is_first_of_bias(self, batch: Any, head: Any) -> Any:
+    def is_first_of_bias(self, batch: Any) -> Any:
         """Whether a batch element writes its part of the bias's gradient, before others add to it.
 
         Otherwise it adds: to what the first has written, or to zeros.
         """
-        if not self.writes_bias:
-            return False
-        return self.order_in_head(batch, head) == 0 if "dbias_rows" in self.refs else True
-
-    def order_in_head(self, batch: Any, head: Any) -> Any:
-        """See :func:`pallas_kernels.schedule.order_in_head`; of a query head."""
-        group = self.problem.num_q_heads // self.problem.num_kv_heads
-        kv_head = lax.div(head, jnp.int32(group))
-        return schedules.order_in_head(
-            batch, kv_head, self.problem.batch, lambda x, n: lax.rem(x, jnp.int32(n))
-        )
+        return batch == 0 if "dbias_rows" in self.refs else False
 
     def publish_bias(self, head: Any, key: Any, rows: Any) -> None:
         """Tells others, if there are any, that the first ``rows`` of the gradient are there."""

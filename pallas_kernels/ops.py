@@ -467,6 +467,13 @@ class Ops:
         else:
             target[...] = target[...] + fragments.from_tile(x)
 
+    def write_transposed(self, target: Ref, x: Array) -> None:
+        """Writes a TILE ``[64, n]`` of 16 or 32 bits to global memory ``[n, 64]``."""
+        if self.interpret is None:
+            registers.write_transposed(target, x)
+        else:
+            target[...] = x.T
+
     def publish(self, ref: Ref, value: Any) -> None:
         """Writes an int32 to ``ref`` ``[1]`` in global memory, for other thread blocks to see.
 
@@ -477,14 +484,14 @@ class Ops:
         else:
             ref[...] = jnp.full(ref.shape, value, jnp.int32)
 
-    def await_value(self, ref: Ref, value: Any) -> None:
-        """Waits until another thread block has published ``value`` or more.
+    def await_value(self, ref: Ref, value: Any) -> Any:
+        """Waits until another thread block has published ``value`` or more; returns what it has.
 
         Both must run at the same time. If the other never comes the kernel fails, after tens of
         seconds. Nothing to wait for in interpret mode, where blocks run one after another.
         """
-        if self.interpret is None:
-            registers.await_value(ref, jnp.asarray(value, jnp.int32))
+        value = jnp.asarray(value, jnp.int32)
+        return registers.await_value(ref, value) if self.interpret is None else value
 
     def fence_reads(self) -> None:
         """Lets TMA write where this thread has read, once it has arrived at a barrier."""

@@ -53,25 +53,43 @@ def proxy_fence() -> None:
 
 def publish(ref: Ref, value: Array) -> None:
     """See :meth:`Ops.publish`."""
-    _at_address(
-        "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; "
-        "and.b32 thread, thread, 127; setp.eq.u32 first, thread, 0; "
-        "@first st.release.gpu.s32 [$0], $1; }",
-        ref,
-        value,
-    )
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def emit(_: Any, ref: Any, value: Any) -> None:
+        mgpu.utils.inline_ptx(
+            "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; "
+            "and.b32 thread, thread, 127; setp.eq.u32 first, thread, 0; "
+            "@first st.release.gpu.s32 [$0], $1; }",
+            mgpu.utils.memref_ptr(ref),
+            value.registers[()],
+            has_side_effects=True,
+        )
+
+    emit(ref, value)
 
 
-def await_value(ref: Ref, value: Array) -> None:
+def await_value(ref: Ref, value: Array) -> Array:
     """See :meth:`Ops.await_value`."""
-    _at_address(
-        "{ .reg .pred p; .reg .s32 found; .reg .u32 polls; mov.u32 polls, 0; "
-        "AGAIN: ld.acquire.gpu.s32 found, [$0]; setp.ge.s32 p, found, $1; @p bra THERE; "
-        f"add.u32 polls, polls, 1; setp.lt.u32 p, polls, {_MOST_POLLS}; @p bra AGAIN; trap; "
-        "THERE: fence.proxy.async.global; }",
-        ref,
-        value,
+    from jaxlib.mlir import ir
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
     )
+    def emit(_: Any, ref: Any, value: Any) -> Any:
+        found = mgpu.utils.inline_ptx(
+            "{ .reg .pred p; .reg .u32 polls; mov.u32 polls, 0; "
+            "AGAIN: ld.acquire.gpu.s32 $0, [$1]; setp.ge.s32 p, $0, $2; @p bra THERE; "
+            f"add.u32 polls, polls, 1; setp.lt.u32 p, polls, {_MOST_POLLS}; @p bra AGAIN; trap; "
+            "THERE: fence.proxy.async.global; }",
+            mgpu.utils.memref_ptr(ref),
+            value.registers[()],
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return emit(ref, value)
 
 
 def add_fragment(ref: Ref, x: Array) -> None:
@@ -97,17 +115,6 @@ def add_fragment(ref: Ref, x: Array) -> None:
             )
 
     emit(ref, x)
-
-
-def _at_address(ptx: str, ref: Ref, value: Array) -> None:
-    """Emits PTX with an address in global memory and an int32 scalar as operands."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def emit(_: Any, ref: Any, value: Any) -> None:
-        address = mgpu.utils.memref_ptr(ref)
-        mgpu.utils.inline_ptx(ptx, address, value.registers[()], has_side_effects=True)
-
-    emit(ref, value)
 
 
 def opaque_zero() -> Array:
@@ -269,6 +276,54 @@ def store_transposed(ref: Ref, x: Array) -> None:
                         )
                         at = [number(place[_COLUMNS_AXIS]), tile, row, column]
                         memref.store(element, ref, at)
+
+    emit(ref, x)
+
+
+def write_transposed(ref: Ref, x: Array) -> None:
+    """See :meth:`Ops.write_transposed`.
+
+    A warp writes 32 bytes in a row, or twice 16, which meet in the cache.
+    """
+    from jaxlib.mlir import ir
+
+    size = x.dtype.itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+    def emit(_: Any, ref: Any, x: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        # Of eight rows and columns a thread has one row, of eight, and two columns, of four pairs;
+        # of 16 bits it is given one column and two rows.
+        eight, four = (1, 2 * stride) if size == 4 else (stride, 2)
+        address = mgpu.utils.inline_ptx(
+            "{ .reg .u32 thread, warp, eight, four; .reg .u64 offset; mov.u32 thread, %tid.x; "
+            "bfe.u32 warp, thread, 5, 2; bfe.u32 eight, thread, 2, 3; and.b32 four, thread, 3; "
+            f"mul.wide.u32 offset, eight, {eight * size}; add.u64 $0, $1, offset; "
+            f"mul.wide.u32 offset, four, {four * size}; add.u64 $0, $0, offset; "
+            f"mul.wide.u32 offset, warp, {16 * size}; add.u64 $0, $0, offset; }}",
+            mgpu.utils.memref_ptr(ref),
+            result_types=ir.IntegerType.get_signless(64),
+            has_side_effects=True,
+        )
+        for place, register in np.ndenumerate(x.registers):
+            first = (8 * place[_COLUMNS_AXIS] * stride + 8 * place[_HALF_AXIS]) * size
+            if size == 2:
+                mgpu.utils.inline_ptx(
+                    "{ .reg .b32 x; movmatrix.sync.aligned.m8n8.trans.b16 x, $1; "
+                    f"st.global.b32 [$0+{first}], x; }}",
+                    address,
+                    mgpu.utils.bitcast(register, i32),
+                    has_side_effects=True,
+                )
+                continue
+            for i in range(2):
+                mgpu.utils.inline_ptx(
+                    f"st.global.f32 [$0+{first + i * stride * size}], $1;",
+                    address,
+                    _element(register, i),
+                    has_side_effects=True,
+                )
 
     emit(ref, x)
 

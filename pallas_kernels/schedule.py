@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -296,23 +295,10 @@ def make(
 
 
 def _batch_first(tiles: Any, batch: int, num_heads: int, tiles_a_head: int, xp: Any) -> Any:
-    """Tile numbers renamed, so that those of one head of all batch elements are neighbours.
-
-    Each head begins with another batch element: see :func:`order_in_head`.
-    """
+    """Tile numbers renamed, so that those of one head of all batch elements are neighbours."""
     place, tile = tiles // tiles_a_head, tiles % tiles_a_head
-    head = place // batch
-    element = (place + head) % batch
+    head, element = place // batch, place % batch
     return xp.where(tiles >= 0, (element * num_heads + head) * tiles_a_head + tile, -1)
-
-
-def order_in_head(element: Any, head: Any, batch: int, rem: Callable[[Any, Any], Any]) -> Any:
-    """Which of the batch elements that share a bias this is, 0 for the first of a key head.
-
-    Another one comes first in each head, as the first has less to do in the backward pass: it
-    writes where others add. A thread block has the same batch element most of the time.
-    """
-    return rem(element + batch - rem(head, batch), batch)
 
 
 def _dealt(ranges: Any, batch: int, num_heads: int, num_blocks: int) -> Array:
@@ -533,14 +519,13 @@ def make_for_keys(
     return _key_words(ranges, tiles, batch * num_kv_heads, xp)
 
 
-def can_await_first(table: np.ndarray, batch: int, num_kv_heads: int) -> bool:
-    """Whether blocks may wait for the first batch element (:func:`order_in_head`) of each tile.
+def can_await_first(table: np.ndarray, num_kv_heads: int) -> bool:
+    """Whether blocks may wait for the first batch element of each tile.
 
     That is so if they come to an end when each does: if no two wait for each other.
 
     Args:
         table: of :func:`make_for_keys`, of blocks that all run at the same time.
-        batch: batch elements.
         num_kv_heads: key heads.
     """
     kv_tile, (element, head) = table[..., 0], np.divmod(table[..., 1], num_kv_heads)
@@ -549,7 +534,7 @@ def can_await_first(table: np.ndarray, batch: int, num_kv_heads: int) -> bool:
     while True:
         now = block, place
         is_left = kv_tile[now] >= 0
-        is_first = order_in_head(element[now], head[now], batch, np.remainder) == 0
+        is_first = element[now] == 0
         goes_on = is_left & (is_first | is_done[head[now], kv_tile[now]])
         if not goes_on.any():
             return not is_left.any()

@@ -167,7 +167,7 @@ def test_thread_blocks_can_wait_for_the_first_batch_element(num_blocks, is_causa
     ranges, _ = schedule.find_query_ranges(Mask(is_causal=is_causal), 640, 640, 64, 128)
     for head_group in (1, 3, 8):
         table = schedule.make_for_keys(ranges, 4, 3, num_blocks, head_group, batch_first=True)
-        assert schedule.can_await_first(table, 4, 3)
+        assert schedule.can_await_first(table, 3)
 
 
 def test_thread_blocks_cannot_wait_for_what_comes_after_them():
@@ -176,8 +176,8 @@ def test_thread_blocks_cannot_wait_for_what_comes_after_them():
     table[:, 2, 0] = -1
     table[0, :2, :2] = (0, 1), (1, 0)  # key tile, batch element
     table[1, :2, :2] = (1, 1), (0, 0)
-    assert not schedule.can_await_first(table, 2, 1)
-    assert schedule.can_await_first(table[:, [1, 0, 2]], 2, 1)
+    assert not schedule.can_await_first(table, 1)
+    assert schedule.can_await_first(table[:, [1, 0, 2]], 1)
 
 
 @pytest.mark.parametrize("num_blocks", [3, 200])

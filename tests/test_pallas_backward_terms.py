@@ -448,10 +448,12 @@ def test_a_huge_bias_of_all_keys_leaves_other_rows_alone(columns):
         ((2, 70, 130, 2, 1, 64), bias_of(1, 1, 70, 130), {}, None),
         ((2, 70, 130, 2, 1, 64), bias_of(1, 2, 70, 130), {}, None),
         ((2, 70, 70, 1, 1, 64), bias_of(1, 1, 70, 70), {"key_value_seq_lengths": i32(9, 70)}, None),
+        ((2, 70, 70, 1, 1, 64), bias_of(2, 1, 70, 70), {"key_value_seq_lengths": i32(9, 70)}, ()),
+        ((1, 140, 300, 4, 2, 64), bias_of(1, 4, 140, 300, dtype="float16"), {"mask": BLOCKS}, ()),
     ],
 )
 def test_how_a_bias_gradient_begins(shape, bias, keywords, counters, monkeypatch):
-    """Written, by all batch elements or by the first of a head, whom the others wait for; or added.
+    """Written, by all batch elements or by the first, whom the others wait for; or added.
 
     Interpret mode has nothing to wait for, but what a GPU would wait for is in the counters: all of
     them must say at last that all rows are there.

@@ -53,7 +53,9 @@ class KernelsHook(BuildHookInterface):
         build = Path(self.root, "build", "cuda_ffi")
         for path in (source / "lib").glob("*.so"):
             path.unlink()
-        configure = ["cmake", "-S", source, "-B", build, f"-DPython_EXECUTABLE={sys.executable}"]
+        # What an earlier build has found or was told, architectures among it, does not count.
+        configure = ["cmake", "--fresh", "-S", source, "-B", build]
+        configure += [f"-DPython_EXECUTABLE={sys.executable}"]
         if shutil.which("ninja"):
             configure += ["-G", "Ninja"]
         subprocess.run(configure, check=True)
