@@ -252,6 +252,7 @@ def _problems_with_terms() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
         "bias of keys": ({"bias": array("float32", 2, 1, 1, 2048)}, {}, None),
         "bias": ({"bias": bias}, {}, None),
         "bias fp32": ({"bias": array("float32", 1, 4, 2048, 2048)}, {}, None),
+        "bias of its own": ({"bias": array("bfloat16", 2, 4, 2048, 2048)}, {}, None),
         "boolean mask": ({}, {}, mask),
         "everything": ({**alibi, **rest, "bias": bias}, rates, mask),
     }
