@@ -96,7 +96,7 @@ from pallas_kernels.split import split, split_in_one
 from pallas_kernels.terms import Arrays
 
 _SLAB_BYTES = 2**30  # of all copies of dq that a deterministic launch may add up
-_CACHED_BYTES = 2**25  # of a bias's gradient, to which batch elements may add in the L2 cache
+_ADDED_BYTES = 2**27  # of a bias's gradient, up to which adding to zeros is no slower
 
 Array = jax.Array
 Ref = Any
@@ -301,7 +301,7 @@ def _writes_bias(
     A tile must be of one head. Where batch elements share the bias one of them writes, in fp32, and
     the others wait for it and add, which saves zeros that would be written and read again: then
     thread blocks must be able to wait for each other, all elements must visit the same tiles, known
-    at trace time, and it pays off only beyond what the L2 cache holds.
+    at trace time, and it pays off only well beyond what the L2 cache holds.
     """
     bias = problem.bias
     if config.own_gradients or bias.shape[1] != problem.num_q_heads:
@@ -309,7 +309,7 @@ def _writes_bias(
     if bias.shape[0] == problem.batch:
         return True
     visited = _visited(problem, config, ranges, problem.q_len)
-    if visited is None or 4 * math.prod(bias.shape) < _CACHED_BYTES:
+    if visited is None or 4 * math.prod(bias.shape) < _ADDED_BYTES:
         return False
     if bias.dtype == jnp.float32 and not visited.all():
         return False  # zeros elsewhere would take a pass of their own, with no conversion to be in

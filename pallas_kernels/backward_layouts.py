@@ -330,18 +330,21 @@ class OwnGradients(Kernel):
         def store(x: str, gradient: Array) -> None:
             if self.config.dq_warpgroup:
                 return store_in_turn(x, gradient)
-            self.meet()  # the other consumer has read keys and values
-            staging = self.refs[f"{x}_s"].at[0]
-            if self.problem.parts > 1:
-                staging = self.refs["dq_s"].at[self.warpgroup]  # keys and values are parts
+            self.arrive("kv_empty")  # the next keys come while these gradients go
+            slot = self.slots(turns + self.num_steps(tile), self.ops.opaque_zero())[2]
+            free, staging = ("p_empty", 0), self.refs.get("p_s")
+            if x == "k":
+                free, staging = ("ds_empty", slot), self.refs["ds_s"].at[slot, 0]
+            if self.problem.parts > 1:  # these hold parts, which gradients do not come in
+                staging = self.refs["dq_s"].at[self.warpgroup]
+            self.wait(*free)
             width = staging.shape[1]
             for first in range(0, gradient.shape[1], width):
-                if self.problem.parts > 1:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 piece = gradient[:, first : first + width]
                 self.store(f"d{x}", piece, staging, at, at.key, first)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.arrive("kv_empty")
+            self.arrive(*free)
 
         def make_dv() -> None:
             keys = self.load_resident("k")

@@ -467,7 +467,7 @@ def test_how_a_bias_gradient_begins(shape, bias, keywords, counters, monkeypatch
 
     ways = []
     decide = backward._writes_bias
-    monkeypatch.setattr(backward, "_CACHED_BYTES", 0)
+    monkeypatch.setattr(backward, "_ADDED_BYTES", 0)
     monkeypatch.setattr(backward, "_writes_bias", lambda *x: ways.append(decide(*x)) or ways[-1])
     monkeypatch.setattr(backend, "_launch_backward", launch)
     q, k, v = qkv(*shape)
