@@ -39,8 +39,8 @@ class BackwardConfig:
         dq_warpgroup: own gradients in fp32: a third consumer makes dQ, not the two half of it each;
             and K and V come in fp32, so that those of the next tile have room while this one's
             parts are in registers.
-        hands_over_in_ds: own gradients: P' comes from one consumer to the other where dS' will be,
-            not in a buffer of its own; with one buffer of dS'.
+        hands_over_in_ds: own gradients in fp32: P' comes from one consumer to the other where dS'
+            will be, not in a buffer of its own; with one buffer of dS'.
         take_turns: own keys: consumers take turns in issuing S' and dP'.
         split_edges: peel masked query tiles into loops of their own, instead of a branch.
         consumer_registers: registers a thread of a consumer.
@@ -290,9 +290,9 @@ def dq_shares(problem: Problem, config: BackwardConfig) -> tuple[int, int]:
         raise ValueError("adds_registers: not of fp32, which stages dK and dV where dQ was")
     if config.splits_rows:
         return size, size
+    if problem.parts == 1 and (config.dq_warpgroup or config.hands_over_in_ds):
+        raise ValueError(f"dq_warpgroup, hands_over_in_ds: of fp32, not {problem.dtype}")
     if config.dq_warpgroup:
-        if problem.parts == 1:
-            raise ValueError(f"dq_warpgroup: of fp32, not {problem.dtype}")
         return size, size
     half = size // GROUPS
     if half % 32 == 0:
