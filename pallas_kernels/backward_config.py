@@ -290,8 +290,9 @@ def dq_shares(problem: Problem, config: BackwardConfig) -> tuple[int, int]:
         raise ValueError("adds_registers: not of fp32, which stages dK and dV where dQ was")
     if config.splits_rows:
         return size, size
-    if problem.parts == 1 and (config.dq_warpgroup or config.hands_over_in_ds):
-        raise ValueError(f"dq_warpgroup, hands_over_in_ds: of fp32, not {problem.dtype}")
+    for option in ("dq_warpgroup", "hands_over_in_ds"):
+        if getattr(config, option) and problem.parts == 1:
+            raise ValueError(f"{option}: of fp32, not {problem.dtype}")
     if config.dq_warpgroup:
         return size, size
     half = size // GROUPS
