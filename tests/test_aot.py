@@ -81,7 +81,7 @@ def test_no_program_has_the_fusion_that_xla_gets_wrong():
     """One that transposes the log-sum-exp and compares it, too: packed gradients were wrong."""
     name, count, *wrong = in_a_process_of_its_own(PULLBACK).splitlines()
     assert name == PULLBACK
-    assert int(count) > 10
+    assert int(count) > 5
     assert wrong == []
 
 
