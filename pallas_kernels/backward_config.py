@@ -157,7 +157,7 @@ def default_config(problem: Problem) -> BackwardConfig:
             dq_columns=16,
             hands_over_in_ds=True,
             split_edges=split_edges,
-            spill_bytes=320 + _more_spill_bytes(problem),  # 288 with segments, 440 with a bias
+            spill_bytes=328 + _more_spill_bytes(problem),  # 296 with segments, 452 with a bias
         )
     if problem.parts > 1:
         if not problem.has_terms:
