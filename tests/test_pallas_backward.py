@@ -458,11 +458,18 @@ def test_own_gradients_want_halves(interpreted):
         run(q, k, v, *cotangents(q, v))
 
 
-def test_a_third_consumer_is_of_fp32(interpreted):
-    options = {"own_gradients": True, "keys_in_registers": True, "dq_warpgroup": True}
-    interpreted(config=kernel_config.BackwardConfig(**options, consumer_registers=208))
+@pytest.mark.parametrize(
+    ("option", "others"),
+    [
+        ("dq_warpgroup", {"keys_in_registers": True, "consumer_registers": 208}),
+        ("hands_over_in_ds", {"ds_buffers": 1}),
+    ],
+)
+def test_some_options_are_of_fp32(option, others, interpreted):
+    options = {"own_gradients": True, option: True, **others}
+    interpreted(config=kernel_config.BackwardConfig(**options))
     q, k, v = qkv(1, 64, 64, 1, 1, 64)
-    with pytest.raises(ValueError, match="dq_warpgroup: of fp32, not bfloat16"):
+    with pytest.raises(ValueError, match=f"{option}: of fp32, not bfloat16"):
         run(q, k, v, *cotangents(q, v))
 
 
