@@ -99,7 +99,7 @@ def decode_call(
     check_head_ratio(query.shape[2], kv_heads)
     scales = _as_scales(k_scale, v_scale, key, (1, 1, kv_heads), "[B, S, Hk]")
     kv_lens = checks.as_lengths("kv_lens", kv_lens, batch, kv_len)
-    visibility = _cache_mask(kv_lens, kv_len, query.shape[1], is_causal, local_window_size)
+    visibility = _cache_mask(kv_lens, query.shape[1], is_causal, local_window_size)
     scales |= _chunk_ends(plan, batch)
     operands = Operands(query=query, key=key, value=value, mask=visibility, **scales)
     return make_spec("decode", operands, **terms)
@@ -156,7 +156,7 @@ def paged_call(
     scales = _as_scales(k_scale, v_scale, key, tuple(per_head), axes)
     capacity = tables.shape[1] * page_size
     kv_lens = checks.as_lengths("kv_lens", kv_lens, batch, capacity)
-    visibility = _cache_mask(kv_lens, capacity, query.shape[1], is_causal, local_window_size)
+    visibility = _cache_mask(kv_lens, query.shape[1], is_causal, local_window_size)
     scales |= _chunk_ends(plan, batch)
     operands = Operands(
         query=query,
@@ -224,9 +224,12 @@ def _as_scales(
     return scales
 
 
-def _cache_mask(kv_lens: Array, capacity: int, q_len: int, is_causal: Any, window: Any) -> Mask:
-    """The queries are the last tokens of each sequence; lengths are clipped to the capacity."""
-    lens = jnp.clip(kv_lens, 0, capacity)[:, None]
+def _cache_mask(kv_lens: Array, q_len: int, is_causal: Any, window: Any) -> Mask:
+    """The queries are the last tokens of each sequence.
+
+    Implementations clip the lengths to the capacity: here it would be a kernel before each call.
+    """
+    lens = kv_lens[:, None]
     return Mask(
         is_causal=checks.as_bool("is_causal", is_causal),
         window=checks.as_window(window),

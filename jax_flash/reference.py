@@ -84,7 +84,8 @@ def dense_operands(spec: AttentionSpec, operands: Operands) -> Operands:
     """The same call on a contiguous, unquantised cache.
 
     Pages are gathered in the order of the block table. Entries that no sequence length needs are
-    never followed: they may hold anything. A needed entry that names no page reads as NaN.
+    never followed: they may hold anything. A needed entry that names no page reads as NaN. Lengths
+    that the cache does not have are clipped.
     """
     if spec.page_layout is None:
         key = dequantise(operands.key, operands.k_scale)
@@ -92,8 +93,12 @@ def dense_operands(spec: AttentionSpec, operands: Operands) -> Operands:
     else:
         key = gather_pages(spec, operands, operands.key, operands.k_scale)
         value = gather_pages(spec, operands, operands.value, operands.v_scale)
+    mask = operands.mask
+    if spec.kind in ("decode", "paged"):
+        lengths = jnp.clip(mask.kv_ends, 0, key.shape[1])
+        mask = dataclasses.replace(mask, q_offsets=lengths, kv_ends=lengths)
     return dataclasses.replace(
-        operands, key=key, value=value, block_tables=None, k_scale=None, v_scale=None
+        operands, key=key, value=value, mask=mask, block_tables=None, k_scale=None, v_scale=None
     )
 
 

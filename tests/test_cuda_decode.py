@@ -279,10 +279,18 @@ def test_it_says_what_it_cannot_do():
 
 
 @pytest.mark.gpu
-def test_a_batch_as_large_as_the_tables_allow():
+@pytest.mark.parametrize(
+    ("batch", "longest", "heads", "q_len"),
+    [
+        (backend._TABLES_BATCH, 40, (8, 2), 4),
+        (backend._TABLES_BATCH, 40, (8, 2), 1),
+        (80, 700, (16, 8), 1),
+    ],
+)
+def test_many_sequences(batch, longest, heads, q_len):
     """Lengths are counted in shared memory, of which 16 rows of queries leave the least."""
-    lens = np.random.default_rng(0).integers(0, 40, backend._TABLES_BATCH)
-    query, key, value, lens = cache(lens.tolist(), (8, 2), (128, 128), 4, "bfloat16")
+    lens = np.random.default_rng(0).integers(0, longest, batch)
+    query, key, value, lens = cache(lens.tolist(), heads, (128, 128), q_len, "bfloat16")
     pools, tables = into_pages([key, value], lens, 16, "NHD")
     want = run(paged_attention, "xla", (query, *pools, tables, lens), {"page_layout": "NHD"})
     wide = np.pad(tables, ((0, 0), (0, 300)), constant_values=-1)  # for long ones, equal ranges

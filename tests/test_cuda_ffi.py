@@ -1,6 +1,7 @@
 """What surrounds the CUDA kernels: transforms, loops, sharding, export, copies, and append."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,20 @@ def test_gradients_are_those_of_plain_jax():
     for got, want in zip(gradients("cuda"), gradients("xla"), strict=True):
         got, want = (np.float64(x) for x in (got, want))
         np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_a_call_launches_nothing_beside_its_kernel(kind):
+    query, key, value, tables, lens = small_call()
+    if kind == "paged":
+        call, arrays = paged_attention, (query, key, value, tables, lens)
+    else:
+        both = (x[:3].swapaxes(1, 2) for x in (key, value))
+        call, arrays = decode_attention, (query, *both, lens)
+    compiled = jax.jit(functools.partial(call, implementation="cuda")).lower(*arrays).compile()
+    entry = compiled.as_text().partition("ENTRY")[2]
+    names = set(re.findall(r" = .*? ([a-z-]+)\(", entry))
+    assert names == {"parameter", "constant", "custom-call", "get-tuple-element"}
 
 
 def test_vmap_is_one_launch():

@@ -3,8 +3,9 @@
 //
 // Measured on an H200 (docs/log.md): a cluster of blocks an item is the fastest while all clusters
 // are resident at once and no sequence can be long; one block an item where items are many
-// and short; equal ranges for everything else. What counts is bytes in flight: about 128 KB on each
-// multiprocessor, of as many blocks as there is work for, since one that begins or ends waits.
+// and short; equal ranges for everything else, of small blocks where items are many. What counts is
+// bytes in flight: about 128 KB on each multiprocessor, of as many blocks as there is work for,
+// since one that begins or ends waits.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -92,9 +93,15 @@ Status launch_balanced(const DecodeParams& p, Grid grid, int max_chunks,
                                                          smem));
   if (blocks == 0) return {"decode", "the batch's tables do not fit into shared memory"};
   blocks = std::max(1, blocks * device.multiprocessors / grid.row_tiles);  // of one row tile
+  // Cuts at the ends of items are free: equal lengths have no others if one number is a multiple of
+  // the other.
   const int items = p.batch * p.kv_heads;
-  // Cuts at the ends of items are free: equal lengths and a multiple of the items have no others.
-  if (items <= blocks && blocks / items * items >= blocks * 9 / 10) blocks = blocks / items * items;
+  for (int fewer = blocks; fewer >= blocks * 9 / 10 && fewer > 0; --fewer) {
+    if (fewer % items == 0 || items % fewer == 0) {
+      blocks = fewer;
+      break;
+    }
+  }
   const int64_t useful = ((int64_t)items * max_chunks + C::kWarps - 1) / C::kWarps;
   const int64_t room = p.num_partials / ((int64_t)2 * grid.row_tiles * grid.rows * C::kPitch);
   blocks = (int)std::max<int64_t>(1, std::min<int64_t>({blocks, useful, room}));
@@ -118,8 +125,8 @@ inline int visible_capacity(const DecodeParams& p) {
 }
 
 // Solo: one small block an item, several on a multiprocessor. Cluster: 1, 2, 4 or 8 large ones.
-// Ranges: equal ranges.
-template <class Solo, class Cluster, class Ranges_>
+// Ranges: equal ranges, and those of small blocks.
+template <class Solo, class Cluster, class Ranges_, class SmallRanges>
 Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t stream) {
   Grid grid{};
   grid.row_tiles = (p.rows() + Ranges_::kRows - 1) / Ranges_::kRows;
@@ -132,6 +139,7 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
   JF_RETURN_IF_FAILED(allow_shared_memory<Solo>(device));
   JF_RETURN_IF_FAILED(allow_shared_memory<Cluster>(device));
   JF_RETURN_IF_FAILED(allow_shared_memory<Ranges_>(device));
+  JF_RETURN_IF_FAILED(allow_shared_memory<SmallRanges>(device));
   const bool has_clusters = device.capability >= 90;
   if (p.num_splits > 0) {
     return launch_fixed<Cluster>(p, grid, has_clusters ? p.num_splits : 1, stream);
@@ -157,6 +165,10 @@ Status dispatch(const DecodeParams& p, const DeviceFacts& device, cudaStream_t s
     const bool fills = 2 * items > sms || max_chunks <= Cluster::kWarps;
     if (items <= sms && fills) return launch_fixed<Cluster>(p, grid, 1, stream);
   }
+  // While one block merges an item's parts, others on its multiprocessor go on loading.
+  if (grid.row_tiles == 1 && items >= SmallRanges::kBlocks * sms) {
+    return launch_balanced<SmallRanges>(p, grid, max_chunks, device, stream);
+  }
   return launch_balanced<Ranges_>(p, grid, max_chunks, device, stream);
 }
 
@@ -175,8 +187,8 @@ Status decode_hopper(const DecodeParams& p, const DeviceFacts& device, cudaStrea
   constexpr int kStage = stage_bytes(DK, DV, sizeof(KV)), kWarps = DK > 128 ? 4 : 8;
   constexpr int kMost = TMA ? 6 : 4;  // a gather keeps a flag for every token of every stage
   constexpr int kBlocks = DK > 128 ? 2 : 4, kSoloWarps = DK > 128 ? 4 : 2;
-  using Solo = Config<T, KV, DK, DV, TILES, kSoloWarps,
-                      stages_for(kStage, kSoloWarps, 196608 / kBlocks, kMost), kBlocks, TMA, false>;
+  constexpr int kSoloStages = stages_for(kStage, kSoloWarps, 196608 / kBlocks, kMost);
+  using Solo = Config<T, KV, DK, DV, TILES, kSoloWarps, kSoloStages, kBlocks, TMA, false>;
   // A chunk of 8-bit numbers is half the bytes and more instructions: where eight blocks of a
   // cluster have half of the multiprocessors, eight warps on each would be slower than memory.
   constexpr int kMany = sizeof(KV) == 1 && DK <= 128 ? 12 : kWarps;
@@ -185,7 +197,12 @@ Status decode_hopper(const DecodeParams& p, const DeviceFacts& device, cudaStrea
   using Balanced =
       Config<T, KV, DK, DV, TILES, kWarps, stages_for(kStage, kWarps, 131072, TMA ? 4 : 2), 1, TMA,
              true>;
-  return dispatch<Solo, Cluster, Balanced>(p, device, stream);
+  // Two tiles of rows need more of everything: there large blocks are faster.
+  constexpr bool kHasSmall = TILES == 1 && DK <= 128;
+  using Small = std::conditional_t<
+      kHasSmall, Config<T, KV, DK, DV, TILES, kSoloWarps, kSoloStages, kBlocks, TMA, true>,
+      Balanced>;
+  return dispatch<Solo, Cluster, Balanced, Small>(p, device, stream);
 }
 
 template <class T, class KV, int DK, int DV, int TILES>
@@ -208,7 +225,7 @@ Status decode_tiles(const DecodeParams& p, const DeviceFacts& device, cudaStream
   constexpr int kStages = stages_for(kStage, kWarps, 65536, 2);
   using Fixed = Config<T, KV, DK, DV, TILES, kWarps, kStages, kBlocks, false, false, false>;
   using Balanced = Config<T, KV, DK, DV, TILES, kWarps, kStages, kBlocks, false, true, false>;
-  return dispatch<Fixed, Fixed, Balanced>(p, device, stream);
+  return dispatch<Fixed, Fixed, Balanced, Balanced>(p, device, stream);
 }
 
 template <class T, class KV, int DK, int DV>
