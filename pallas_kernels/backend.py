@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash.mask import Mask
 from jax_flash.spec import AttentionSpec, Device, Gradients, Operands, Residuals
 from pallas_kernels import backward as backward_kernel
 from pallas_kernels import backward_config, backward_terms, schedule, tune
@@ -26,7 +25,7 @@ _STATIC = ("problem", "config", "interpret")
 _launch_forward = jax.jit(kernel.attention_forward, static_argnames=_STATIC)
 _launch_backward = jax.jit(
     backward_kernel.attention_backward,
-    static_argnames=(*_STATIC, "wanted", "deterministic", "zeros_from_do"),
+    static_argnames=(*_STATIC, "wanted", "deterministic"),
 )
 
 _ROW_MULTIPLE = 8  # a tiled TMA copy wants lengths that are multiples of 8
@@ -222,14 +221,6 @@ def differentiate(
         blocks_meet=interpret is not None or (num_blocks is None and _core_count() is not None),
     )
     config = config or backward_config.default_config(problem)
-    can_be_empty = spec.arrays.bias is not None or can_have_empty_rows(
-        operands.mask, spec.q_len, spec.kv_len
-    )
-    must_clean = can_be_empty and not backward_config.cleans_queries(problem, config)
-    if must_clean:
-        # They may hold anything, and meet probabilities of 0.
-        rows = jnp.isfinite(residuals.lse)[..., None]
-        q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))
     wanted = backward_terms.Wanted(
         bias=operands.bias is not None and "bias" not in spec.constants,
         alibi_slopes=operands.alibi_slopes is not None and "alibi_slopes" not in spec.constants,
@@ -250,7 +241,6 @@ def differentiate(
         ),
         wanted=wanted,
         deterministic=spec.deterministic,
-        zeros_from_do=not must_clean,  # q, do, delta and zeros by one kernel: slower than by two
         config=config,
         interpret=interpret,
     )
@@ -275,14 +265,6 @@ def differentiate(
             operands.alibi_slopes, sums["dslopes"]
         )
     return Gradients(dq.astype(q.dtype), dk, dv, **of_terms)
-
-
-def can_have_empty_rows(mask: Mask, q_len: int, kv_len: int) -> bool:
-    """Whether a query may see no key, as far as is known at trace time."""
-    if not (mask.has_static_ranges and mask.is_interval):
-        return True
-    start, end = mask.row_ranges(q_len, kv_len)
-    return bool((np.asarray(end) <= np.asarray(start)).any())
 
 
 def _dims(spec: AttentionSpec) -> tuple[int, ...]:

@@ -33,8 +33,8 @@ Queries that need no mask come without a test. In the rest scores and dS' are re
 is hidden, and K_j is cleaned of NaN and inf once, because dQ multiplies it by zeros. Where lengths
 are known at run time only, what is compared are the first and last query of each key, which come to
 shared memory with K_j. Rows with lse = +inf have P' = 0: that is how the launcher marks rows that
-see nothing, or see NaN. With own keys such rows of Q and dO are zeroed in masked tiles, with a bias
-in all, since they may hold anything; in other cases they must come so.
+see nothing, or see NaN. Such rows of Q and dO may hold anything: if there are any, the producer
+zeroes them in each tile before it hands it over, which costs consumers nothing.
 
 Terms (:mod:`pallas_kernels.terms`) are compile-time options. What the logits of a query have in
 common goes into lse, outside, unless a soft cap stands between. With a soft cap c tanh(x / c), dS'
@@ -82,7 +82,6 @@ from pallas_kernels import schedule as schedules
 from pallas_kernels.backward_config import (
     GROUPS,
     BackwardConfig,
-    cleans_queries,
     default_config,
     head_group,
 )
@@ -115,7 +114,6 @@ def attention_backward(
     *,
     wanted: Wanted | None = None,
     deterministic: bool = False,
-    zeros_from_do: bool = True,
     config: BackwardConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
@@ -131,14 +129,12 @@ def attention_backward(
         v: ``[B, Tk', Hk, Dv]``.
         do: ``[B, Tq', Hq, Dv]``.
         lse: fp32 ``[B, Hq, Tq]``, natural; +inf where a row has no gradient: q and do must be
-            finite there, unless :func:`~pallas_kernels.backward_config.cleans_queries`.
+            finite there, unless :attr:`~pallas_kernels.config.Problem.can_have_empty_rows`.
         delta: fp32 ``[B, Hq, Tq]``, finite there.
         mask: with its arrays.
         arrays: of the terms; None is none.
         wanted: gradients of terms; None is none.
         deterministic: whether dq must be bit-equal from run to run, as dk and dv always are.
-        zeros_from_do: whether zeros for dq depend on do, in name: XLA then writes them in the
-            kernel that reads do for delta, if that is the same do.
         config: compile-time options; None takes :func:`default_config`.
         interpret: run in interpret mode, on a CPU.
 
@@ -187,7 +183,7 @@ def attention_backward(
     # comparison below in the same kernel (seen with JAX 0.11.2).
     lse = jnp.pad(lse * unit, padding, constant_values=jnp.inf)
     lse, zero = lax.optimization_barrier((lse, jnp.zeros((), jnp.float32)))
-    if cleans_queries(problem, config):
+    if problem.can_have_empty_rows:
         has_blank = jnp.isposinf(lse[:, :, : problem.q_len]).any()
         inputs["has_blank"] = has_blank.astype(jnp.int32)[None]
     operands = {"q": q, "k": k, "v": v, "do": do}
@@ -215,16 +211,7 @@ def attention_backward(
         )
         writes_bias = "dbias" in extra and _writes_bias(problem, config, ranges, table)
         if writes_bias:
-            dbias = extra.pop("dbias")
-            if problem.bias.shape[0] < batch:
-                counters = problem.num_q_heads, num_kv_tiles, GROUPS
-                zeroed["dbias_rows"] = jax.ShapeDtypeStruct(counters, jnp.int32)
-                written["dbias"] = dbias
-            else:
-                dbias = jax.ShapeDtypeStruct(dbias.shape, problem.bias.dtype)
-                visited = _visited(problem, config, ranges, rows)
-                is_all = visited is not None and visited.all()
-                (written if is_all else zeroed)["dbias"] = dbias
+            written, zeroed = _bias_buffers(problem, config, ranges, extra.pop("dbias"))
     # A deterministic launch writes some rows of dk and dv, another launch the others.
     sums = (*(("dq", "dk", "dv") if deterministic else ("dq",)), *extra, *zeroed)
     outputs = {} if deterministic else {"dk": k, "dv": v, **written}
@@ -271,7 +258,7 @@ def attention_backward(
 
     # Not jax.new_ref: its effect would be seen outside, where custom derivatives know none.
     # Inside shard_map do may vary over a mesh, of which a kernel's reference must not by its type.
-    depends = zeros_from_do and not jax.typeof(do).manual_axis_type.varying
+    depends = not jax.typeof(do).manual_axis_type.varying
     depends = depends and do.size == math.prod(dq_shape) and do.dtype.itemsize == 2
     zeros = [_zeros_from(do, dq_shape) if depends else jnp.full(dq_shape, zero)]
     zeros += [jnp.zeros_like(k), jnp.zeros_like(v)]
@@ -288,7 +275,10 @@ def attention_backward(
 
 
 def _zeros_from(x: Array, shape: tuple[int, ...]) -> Array:
-    """fp32 zeros that XLA believes to be made from an array of 16-bit numbers."""
+    """fp32 zeros that XLA believes to be made from an array of 16-bit numbers.
+
+    Then it writes them in the kernel that reads these for delta.
+    """
     bits = lax.bitcast_convert_type(x, jnp.uint16)
     return (bits & lax.optimization_barrier(jnp.uint16(0))).astype(jnp.float32).reshape(shape)
 
@@ -316,6 +306,24 @@ def _writes_bias(
     if not (problem.blocks_meet and isinstance(table, np.ndarray)):
         return False
     return schedules.can_await_first(table, problem.num_kv_heads)
+
+
+def _bias_buffers(
+    problem: Problem,
+    config: BackwardConfig,
+    ranges: schedules.QueryRanges,
+    dbias: jax.ShapeDtypeStruct,
+) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
+    """What holds a bias's gradient that is written: buffers of which nothing is read, and zeros.
+
+    ``dbias`` is what it would be added to.
+    """
+    if problem.bias.shape[0] < problem.batch:
+        counters = problem.num_q_heads, ranges.lo.shape[1], GROUPS
+        return {"dbias": dbias}, {"dbias_rows": jax.ShapeDtypeStruct(counters, jnp.int32)}
+    own = {"dbias": jax.ShapeDtypeStruct(dbias.shape, problem.bias.dtype)}
+    visited = _visited(problem, config, ranges, dbias.shape[2])
+    return (own, {}) if visited is not None and visited.all() else ({}, own)
 
 
 def _visited(

@@ -19,10 +19,10 @@ from pallas_kernels import schedule as schedules
 from pallas_kernels.backward_config import (
     GROUPS,
     BackwardConfig,
-    cleans_queries,
     dq_shares,
     transposes_bias,
 )
+from pallas_kernels.backward_scratch import query_swizzles
 from pallas_kernels.backward_tiles import (
     ALL_ROWS,
     ROWS,
@@ -85,8 +85,7 @@ class Kernel(Tiles):
         self.config = config
         self.bias_stages = config.bias_stages if "bias_s" in refs else 0
         self.transposes_bias = transposes_bias(problem, config)
-        self.cleans_queries = cleans_queries(problem, config)
-        self.has_blank: Any = False  # whether some queries have no gradient: only known in run
+        self.has_blank: Any = False  # whether queries may be without a gradient: the producer asks
         self.shares = dq_shares(problem, config)
         self.group = problem.num_q_heads // problem.num_kv_heads
         self.slabs = refs["dq"].shape[0] // problem.batch
@@ -98,8 +97,6 @@ class Kernel(Tiles):
         @pl.when(self.warpgroup < GROUPS)
         def _() -> None:
             plgpu.set_max_registers(config.consumer_registers, action="increase")
-            if self.cleans_queries:
-                self.has_blank = self.refs["has_blank"][0] > 0
             for slot in range(0 if config.dq_warpgroup else config.kv_stages):
                 self.arrive("kv_empty", slot)
             for slot in range(config.q_stages):
@@ -115,6 +112,8 @@ class Kernel(Tiles):
         @pl.when(self.warpgroup == config.consumers)
         def _() -> None:
             plgpu.set_max_registers(config.producer_registers, action="decrease")
+            if "has_blank" in self.refs:
+                self.has_blank = self.refs["has_blank"][0] > 0
             turns, kv_turns = self.for_each_tile(self.produce)
             for name in ("k", "v") if config.dq_warpgroup else ("kv",):
                 for ahead in range(config.kv_stages):
@@ -181,19 +180,39 @@ class Kernel(Tiles):
         """Loads what one key tile needs; returns the steps made."""
         refs, config = self.refs, self.config
         batch, kv_head = self.batch_and_head(tile)
-        of_queries = [x for x in ("lse", "row_keys", "q_segments") if f"{x}_s" in refs]
+        of_rows = {
+            "q": [x for x in ("lse", "row_keys", "q_segments") if f"{x}_s" in refs],
+            "do": ["delta"],
+        }
 
-        def load(x: str, vectors: Any, slot: Any, at: tuple[Any, ...], row: Any) -> None:
+        def load(x: str, slot: Any, at: tuple[Any, ...], row: Any) -> None:
             """A tile of Q or dO, and vectors with an entry for each of its rows."""
             batch, head = at
-            self.wait(f"{x}_empty", slot)
             span = pl.ds(row, config.block_q)
+
+            def copy(done: Ref) -> None:
+                self.ops.copy_operand(refs[x], (batch, span, head), refs[f"{x}_s"].at[slot], done)
+                for name in of_rows[x]:
+                    of_head = () if name == "q_segments" else (head,)
+                    source = self.of_batch(name, batch).at[*of_head, span]
+                    plgpu.copy_gmem_to_smem(source, refs[f"{name}_s"].at[slot], done)
+
+            self.wait(f"{x}_empty", slot)
             full = refs[f"{x}_full"].at[slot]
-            self.ops.copy_operand(refs[x], (batch, span, head), refs[f"{x}_s"].at[slot], full)
-            for name in vectors:
-                at = () if name == "q_segments" else (head,)
-                source = self.of_batch(name, batch).at[*at, span]
-                plgpu.copy_gmem_to_smem(source, refs[f"{name}_s"].at[slot], full)
+            choose(self.has_blank, lambda: copy(refs[f"{x}_raw"].at[slot]), lambda: copy(full))
+
+        def clean(q_slot: Any, do_slot: Any) -> None:
+            """Zeroes rows of Q and dO that have no gradient, which may hold anything."""
+            slots = {"q": q_slot, "do": do_slot}
+            for x, slot in slots.items():
+                self.wait(f"{x}_raw", slot)
+            for x, slot in slots.items():
+                lse, swizzle = refs["lse_s"].at[q_slot], query_swizzles(self.problem, config)[x]
+                self.ops.zero_blank_rows(refs[f"{x}_s"].at[slot], lse, swizzle)
+            plgpu.commit_smem()
+            for x, slot in slots.items():
+                for _ in range(self.problem.parts + len(of_rows[x])):  # as if they were copies
+                    self.arrive(f"{x}_full", slot)
 
         keys = pl.ds(tile.kv_tile * config.block_kv, config.block_kv)
         if not config.dq_warpgroup:
@@ -233,8 +252,10 @@ class Kernel(Tiles):
             # sooner, unless a step has several parts.
             if config.parts == 1:
                 load_bias(turn, at, row)
-            load("q", of_queries, remainder(turn, config.q_stages), at, row)
-            load("do", ("delta",), remainder(turn, config.do_stages), at, row)
+            slots = remainder(turn, config.q_stages), remainder(turn, config.do_stages)
+            load("q", slots[0], at, row)
+            load("do", slots[1], at, row)
+            choose(self.has_blank, lambda: clean(*slots), lambda: None)
             if config.parts > 1:
                 load_bias(turn, at, row)
             return seen

@@ -235,21 +235,6 @@ def transposes_bias(problem: Problem, config: BackwardConfig) -> bool:
     return config.bias_stages > 0 and problem.bias.dtype.itemsize == 2
 
 
-def cleans_queries(problem: Problem, config: BackwardConfig) -> bool:
-    """Whether the kernel zeroes rows of Q and dO that have no gradient, and may hold anything.
-
-    Otherwise they must come clean, which takes a pass over both. Without a bias only rows of masked
-    tiles are looked at: with segments others may see nothing, too. With a bias all are, for which a
-    step of several parts (``config.parts``) leaves no registers.
-    """
-    mask = problem.mask
-    if mask.q_segments is not None or config.own_gradients:
-        return False
-    if problem.bias is not None:
-        return config.parts == 1
-    return mask.array is not None or not mask.has_static_ranges
-
-
 def _bias_stages(problem: Problem, kibibytes: int) -> int:
     """Tiles of a bias, of 128 keys and 64 queries, that fit into what shared memory is left."""
     if problem.bias is None or not problem.has_bias_tiles:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -70,27 +69,6 @@ class OwnKeys(Kernel):
     def clean_keys(self, kv_slot: Any) -> None:
         """Cleans this warpgroup's part of the keys."""
         self.clean(self.own_keys("k_s", kv_slot))
-
-    def clean_blank_queries(self, q_slot: Any, do_slot: Any) -> None:
-        """Zeroes rows of Q and dO that have no gradient, if a tile has some."""
-        has_some = self.ops.any_infinite(self.refs["lse_s"].at[q_slot])
-        pl.when(has_some)(lambda: self.clean_queries(q_slot, do_slot))
-
-    def clean_queries(self, q_slot: Any, do_slot: Any) -> None:
-        """Zeroes rows of Q and dO that have no gradient; each consumer has one of the two."""
-
-        def clean(tile: Ref) -> None:
-            for row, column in itertools.product(*(range(0, size, ROWS) for size in tile.shape)):
-                rows = pl.ds(row, ROWS)
-                piece = tile.at[rows, pl.ds(column, min(ROWS, tile.shape[1] - column))]
-                value = self.ops.load_tile(piece).astype(jnp.float32)
-                lse = self.ops.load_rows(self.refs["lse_s"].at[q_slot, rows])
-                lse = lax.broadcast_in_dim(lse, value.shape, [0])
-                piece[...] = jnp.where(lse < jnp.inf, value, 0.0).astype(self.problem.dtype)
-
-        q, do = self.refs["q_s"].at[q_slot], self.refs["do_s"].at[do_slot]
-        lax.cond(self.warpgroup == 0, lambda: clean(q), lambda: clean(do))
-        self.meet()
 
     def work(self, tile: Tile, turns: Any, at: KeyTile) -> None:
         """All of one key tile."""
@@ -167,20 +145,12 @@ class OwnKeys(Kernel):
                 ops.matmul(acc, self.own_keys("v_s", kv_slot), do, transpose_b=True)
 
             self.wait("q_full", q_slot)
-            # A bias can hide all keys of a row in any tile, a mask only where it is looked at.
-            has_bias = self.problem.bias is not None
-            may_clean = self.cleans_queries and (has_bias or step.masked is not False)
-            if may_clean:
-                self.wait("do_full", do_slot)
-                looks = self.has_blank if has_bias else self.has_blank & step.masked
-                pl.when(looks)(lambda: self.clean_blank_queries(q_slot, do_slot))
             self.await_turn()
             for part, span in enumerate(spans):
                 q = refs["q_s"].at[q_slot, span]
                 ops.matmul(s_accs[part], self.own_keys("k_s", kv_slot), q, transpose_b=True)
                 if part == 0:
-                    if not may_clean:
-                        self.wait("do_full", do_slot)
+                    self.wait("do_full", do_slot)
                     issue_dp(0)
             result, total = [], sums
             for part, span in enumerate(spans):

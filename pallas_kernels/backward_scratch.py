@@ -16,6 +16,18 @@ from pallas_kernels.config import Problem
 from pallas_kernels.ops import Ops
 
 
+def query_swizzles(problem: Problem, config: BackwardConfig) -> dict[str, int]:
+    """Swizzles of Q and K, and of dO and V, in bytes.
+
+    A slice of an operand must consist of whole swizzled tiles, and both operands be alike: those of
+    dQ, of which one is a part of K, and so those of S'. With own keys V and dO are free.
+    """
+    shares = tiles.swizzle_bytes(math.gcd(*dq_shares(problem, config)), jnp.bfloat16)
+    widest = {"q": shares, "do": shares if config.own_gradients else 128}
+    dims = {"q": problem.head_dim, "do": problem.value_dim}
+    return {x: min(widest[x], tiles.swizzle_bytes(dims[x], jnp.bfloat16)) for x in dims}
+
+
 def scratch_tree(
     problem: Problem, config: BackwardConfig, ops: Ops, extra: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -27,15 +39,13 @@ def scratch_tree(
     shares = dq_shares(problem, config)
     is_unequal = shares[0] != shares[1]
     scores = (ROWS, config.part_columns)
-    # A slice of an operand must consist of whole swizzled tiles, and both operands be alike: those
-    # of dQ, of which one is a part of K, and so those of S'. With own keys V and dO are free.
-    widest = tiles.swizzle_bytes(math.gcd(*shares), jnp.bfloat16)
+    swizzles = query_swizzles(problem, config)
 
     def buffer(*shape: int) -> Any:
-        return tiles.operand_buffer(shape, dtype, widest)
+        return tiles.operand_buffer(shape, dtype, swizzles["q"])
 
     def value_buffer(*shape: int) -> Any:
-        return tiles.operand_buffer(shape, dtype, widest if config.own_gradients else 128)
+        return tiles.operand_buffer(shape, dtype, swizzles["do"])
 
     def dq_buffer(count: int, share: int) -> Any:
         shape = count, ROWS, config.dq_columns or share
@@ -78,6 +88,9 @@ def scratch_tree(
         "dq_acc": ops.accumulator_scratch(config.consumers, (ROWS, shares[0])),
         "dq_rest_acc": ops.accumulator_scratch(GROUPS, (ROWS, shares[1])) if is_unequal else None,
     }
+    if problem.can_have_empty_rows:  # Q and dO, before such rows are zeroed
+        for x, count in (("q", config.q_stages), ("do", config.do_stages)):
+            tree[f"{x}_raw"] = barriers(count, tree[f"{x}_full"].num_arrivals)
     if not config.adds_registers:
         tree["dq_s"] = dq_buffer(1 if is_unequal or config.dq_warpgroup else GROUPS, shares[0])
         tree["dq_rest_s"] = dq_buffer(1, shares[1]) if is_unequal else None
@@ -104,7 +117,7 @@ def scratch_tree(
         tree |= {name: barriers(arrivals=1) for name in once} | {"k_empty": barriers()}
     if config.own_gradients:
         if not config.hands_over_in_ds:
-            tree["p_s"] = tiles.buffer((block_kv, block_q), dtype, widest)
+            tree["p_s"] = tiles.buffer((block_kv, block_q), dtype, swizzles["q"])
         tree |= {
             "p_full": barriers(arrivals=1),
             "p_empty": barriers(arrivals=1),

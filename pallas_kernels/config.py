@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_flash.mask import Mask
 from pallas_kernels import split, tiles
@@ -133,6 +135,14 @@ class Problem:
     def has_plain_scores(self) -> bool:
         """Whether scores are nothing but products."""
         return self.bias is None and not self.has_alibi and self.soft_cap is None
+
+    @functools.cached_property
+    def can_have_empty_rows(self) -> bool:
+        """Whether a query may see no key, as far as is known at trace time."""
+        if self.bias is not None or not (self.mask.has_static_ranges and self.mask.is_interval):
+            return True
+        start, end = self.mask.row_ranges(self.q_len, self.kv_len)
+        return bool((np.asarray(end) <= np.asarray(start)).any())
 
     @property
     def has_bias_tiles(self) -> bool:

@@ -351,11 +351,20 @@ class Ops:
             return registers.any_nonfinite(x)
         return ~jnp.isfinite(x).all()
 
-    def any_infinite(self, ref: Ref) -> Array:
-        """Whether a vector in shared memory, of whole 32s, has a +inf; every warp reads all."""
-        if self.interpret is None:
-            return registers.any_infinite(ref)
-        return jnp.isposinf(ref[...]).any()
+    def zero_blank_rows(self, ref: Ref, lse: Ref, swizzle: int) -> None:
+        """Zeroes rows of an operand in shared memory, all threads of a warpgroup some of each.
+
+        Args:
+            ref: ``[64|128, columns]``, of fp32 ``[parts, ...]``.
+            lse: fp32, +inf where a row is to be zeroed.
+            swizzle: of ``ref``, in bytes.
+        """
+        for part in [ref] if self.parts == 1 else [ref.at[i] for i in range(self.parts)]:
+            if self.interpret is None:
+                registers.zero_blank_rows(part, lse, swizzle)
+            else:
+                is_blank = jnp.isposinf(lse[...])[:, None]
+                part[...] = jnp.where(is_blank, jnp.zeros((), part.dtype), part[...])
 
     def any_of_warpgroup(self, condition: Array, barrier: Any) -> Array:
         """Whether a scalar condition holds in any warp of this warpgroup; waits for all of them."""

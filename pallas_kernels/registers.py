@@ -535,27 +535,37 @@ def any_nonfinite(x: Array) -> Array:
     return emit(x) != 0
 
 
-def any_infinite(ref: Ref) -> Array:
-    """See :meth:`Ops.any_infinite`."""
+def zero_blank_rows(ref: Ref, lse: Ref, swizzle: int) -> None:
+    """See :meth:`Ops.zero_blank_rows`. Of a row it is all the same where the swizzle puts what."""
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, memref
+    from jaxlib.mlir.dialects import arith, memref, vector
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
-    )
-    def emit(_: Any, ref: Any) -> Any:
-        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        lane = arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, 31))
+    rows, columns = ref.shape
+    tile = 8, swizzle // ref.dtype.itemsize
+    transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle))
+    piece = 16 // ref.dtype.itemsize  # what a thread writes at a time
+    threads = 128 // rows  # of a row
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType()))
+    def emit(_: Any, ref: Any, lse: Any) -> None:
+        index = ir.IndexType.get()
+
+        def number(value: int) -> Any:
+            return arith.constant(index, value)
+
+        thread = arith.remui(arith.index_cast(index, mgpu.utils.thread_idx()), number(128))
+        row, own = arith.divui(thread, number(threads)), arith.remui(thread, number(threads))
         infinity = _splat(ir.F32Type.get(), np.inf)
-        found = []
-        for first in range(0, ir.MemRefType(ref.type).shape[0], 32):
-            place = arith.addi(lane, arith.constant(i32, first))
-            value = memref.load(ref, [arith.index_cast(index, place)])
-            found.append(arith.cmpf(arith.CmpFPredicate.OEQ, value, infinity))
-        return _any_of_warp(functools.reduce(arith.ori, found))
+        is_blank = arith.cmpf(arith.CmpFPredicate.OEQ, memref.load(lse, [row]), infinity)
+        zeros = _splat(ir.VectorType.get((piece,), ir.MemRefType(ref.type).element_type), 0.0)
+        row_tile, row = arith.divui(row, number(8)), arith.remui(row, number(8))
+        with mgpu.utils.when(is_blank):
+            for first in range(0, columns, piece * threads):
+                column = arith.addi(arith.muli(own, number(piece)), number(first))
+                at = [arith.divui(column, number(tile[1])), arith.remui(column, number(tile[1]))]
+                vector.store(zeros, ref, [row_tile, at[0], row, at[1]])
 
-    return emit(ref) != 0
+    emit(ref, lse)
 
 
 def _any_of_warp(condition: Any) -> Any:

@@ -284,23 +284,22 @@ def test_empty_queries_may_be_nan(interpreted):
 
 
 @pytest.mark.parametrize(
-    ("d", "config"),
+    ("d", "dtype", "options"),
     [
-        (128, kernel_config.BackwardConfig(do_stages=3, split_edges=False)),
-        (96, kernel_config.BackwardConfig(do_stages=3, split_edges=False)),
-        (64, kernel_config.BackwardConfig(block_q=128, parts=2, take_turns=False)),
+        (128, "bfloat16", {"do_stages": 3}),
+        (80, "float16", {}),
+        (64, "bfloat16", {"block_q": 128, "parts": 2, "take_turns": False}),
+        (192, "bfloat16", {"own_gradients": True}),
+        (64, "float32", None),
     ],
 )
-def test_the_kernel_zeroes_queries_without_gradient(d, config, interpreted, monkeypatch):
-    """Of own keys, where intervals are known at run time; no pass over the arrays does it."""
-    monkeypatch.setattr(backend, "can_have_empty_rows", lambda *_: False)
-    interpreted(config=config)
+def test_queries_without_gradient_may_be_nan(d, dtype, options, interpreted):
+    interpreted(config=None if options is None else kernel_config.BackwardConfig(**options))
     cu_q, cu_k = i32(0, 40, 90, 200, 220), i32(0, 70, 70, 130, 140)
-    q, k, v = (x[0] for x in qkv(1, 240, 150, 1, 1, d))
+    q, k, v = (x[0].copy() for x in qkv(1, 240, 150, 1, 1, d, dtype=dtype))
     do, dlse = cotangents(q, v)
     clean = {"do": do.copy(), "dlse": dlse}
     want = oracle64.ragged_attention_grads(q, k, v, cu_q=cu_q, cu_k=cu_k, is_causal=True, **clean)
-    q = q.copy()
     for rows in (slice(40, 90), slice(90, 140), slice(200, 210), slice(220, 240)):
         q[rows], do[rows] = np.nan, np.inf  # no keys; more queries than keys, twice; no sequence
     got = run(
@@ -348,9 +347,10 @@ def test_transforms_launch_the_kernel(interpreted):
             np.testing.assert_array_equal(plain, other[:, 0])
 
 
+BOTH = ["q_full", "do_full", "ds_full", "ds_empty"]
 WAITS = {
-    "own keys": ["q_full", "do_full", "q_empty", "do_empty", "ds_full", "ds_empty", "k_full"],
-    "own gradients": ["q_full", "do_full", "p_full", "p_empty", "ds_full", "ds_empty", "v_full"],
+    "own keys": [*BOTH, "q_empty", "do_empty", "k_full"],
+    "own gradients": [*BOTH, "q_raw", "do_raw", "p_full", "p_empty", "v_full"],
 }
 MUTATIONS = [(layout, name) for layout, names in WAITS.items() for name in [*names, "meeting"]]
 
@@ -426,7 +426,7 @@ def run_without(layout, barrier):
     backends.device_of = lambda *_: HOPPER
     q, k, v = qkv(1, 192, 256, 1, 1, 128)
     do, dlse = cotangents(q, v)
-    mask = {"is_causal": own_gradients}  # with which they clean keys, and meet
+    mask = {"is_causal": True, "q_offset": -70} if own_gradients else {}  # cleans keys and queries
     want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **mask)
     check(run(q, k, v, do, dlse, **mask), want)
 
