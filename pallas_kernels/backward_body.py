@@ -85,7 +85,8 @@ class Kernel(Tiles):
         self.config = config
         self.bias_stages = config.bias_stages if "bias_s" in refs else 0
         self.transposes_bias = transposes_bias(problem, config)
-        self.has_blank: Any = False  # whether queries may be without a gradient: the producer asks
+        self.stages = {"q": config.q_stages, "do": config.do_stages}
+        self.has_blank: Any = 0  # or 1: whether queries have no gradient, as the producer finds
         self.shares = dq_shares(problem, config)
         self.group = problem.num_q_heads // problem.num_kv_heads
         self.slabs = refs["dq"].shape[0] // problem.batch
@@ -113,7 +114,7 @@ class Kernel(Tiles):
         def _() -> None:
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             if "has_blank" in self.refs:
-                self.has_blank = self.refs["has_blank"][0] > 0
+                self.has_blank = self.refs["has_blank"][0]
             turns, kv_turns = self.for_each_tile(self.produce)
             for name in ("k", "v") if config.dq_warpgroup else ("kv",):
                 for ahead in range(config.kv_stages):
@@ -132,7 +133,9 @@ class Kernel(Tiles):
         plgpu.barrier_arrive(self.refs[name].at[slot])
 
     def wait(self, name: str, slot: Any = 0) -> None:
-        """Waits for a barrier."""
+        """Waits for a barrier, of the producer's ``q_raw`` and ``do_raw`` for one behind others."""
+        if name.endswith("_raw"):
+            name, slot = name.replace("raw", "full"), slot + self.stages[name.removesuffix("_raw")]
         plgpu.barrier_wait(self.refs[name].at[slot])
 
     def for_each_tile(self, process: Callable[[Tile, Any, Any], Any]) -> tuple[Any, Any]:
@@ -188,18 +191,15 @@ class Kernel(Tiles):
         def load(x: str, slot: Any, at: tuple[Any, ...], row: Any) -> None:
             """A tile of Q or dO, and vectors with an entry for each of its rows."""
             batch, head = at
-            span = pl.ds(row, config.block_q)
-
-            def copy(done: Ref) -> None:
-                self.ops.copy_operand(refs[x], (batch, span, head), refs[f"{x}_s"].at[slot], done)
-                for name in of_rows[x]:
-                    of_head = () if name == "q_segments" else (head,)
-                    source = self.of_batch(name, batch).at[*of_head, span]
-                    plgpu.copy_gmem_to_smem(source, refs[f"{name}_s"].at[slot], done)
-
             self.wait(f"{x}_empty", slot)
-            full = refs[f"{x}_full"].at[slot]
-            choose(self.has_blank, lambda: copy(refs[f"{x}_raw"].at[slot]), lambda: copy(full))
+            span = pl.ds(row, config.block_q)
+            # Where rows have to be zeroed consumers must not see that the copies are there.
+            full = refs[f"{x}_full"].at[slot + self.has_blank * self.stages[x]]
+            self.ops.copy_operand(refs[x], (batch, span, head), refs[f"{x}_s"].at[slot], full)
+            for name in of_rows[x]:
+                at = () if name == "q_segments" else (head,)
+                source = self.of_batch(name, batch).at[*at, span]
+                plgpu.copy_gmem_to_smem(source, refs[f"{name}_s"].at[slot], full)
 
         def clean(q_slot: Any, do_slot: Any) -> None:
             """Zeroes rows of Q and dO that have no gradient, which may hold anything."""
@@ -255,7 +255,8 @@ class Kernel(Tiles):
             slots = remainder(turn, config.q_stages), remainder(turn, config.do_stages)
             load("q", slots[0], at, row)
             load("do", slots[1], at, row)
-            choose(self.has_blank, lambda: clean(*slots), lambda: None)
+            if "has_blank" in refs:
+                pl.when(self.has_blank > 0)(lambda: clean(*slots))
             if config.parts > 1:
                 load_bias(turn, at, row)
             return seen

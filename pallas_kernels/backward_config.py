@@ -209,7 +209,9 @@ def default_config(problem: Problem) -> BackwardConfig:
         spill_bytes = max(spill_bytes, 256)  # read from global memory into registers
     if widest <= 192:
         return BackwardConfig(
-            own_gradients=True, split_edges=split_edges, spill_bytes=8 + spill_bytes
+            own_gradients=True,
+            split_edges=split_edges,
+            spill_bytes=16 + spill_bytes,  # 8, 12 with segments
         )
     # Where every query sees all keys, adding from registers is faster; elsewhere it is slower.
     adds_registers = problem.mask.is_trivial

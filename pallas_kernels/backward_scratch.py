@@ -58,6 +58,7 @@ def scratch_tree(
     # The parts of fp32 leave no room for what masks compare.
     of_keys = key_vectors(problem) if problem.parts == 1 else ()
     segments = int("kv_segments" in of_keys)
+    ways = 2 if problem.can_have_empty_rows else 1
     tree = {
         "k_s": buffer(kv_stages, block_kv, d),
         "v_s": None if config.dq_warpgroup else value_buffer(kv_stages, block_kv, dv),
@@ -72,10 +73,10 @@ def scratch_tree(
         "k_full": barriers(kv_stages, problem.parts + len(of_keys)),
         "v_full": barriers(kv_stages, problem.parts),
         "kv_empty": barriers(kv_stages),
-        # Q, lse, row keys and segments
-        "q_full": barriers(config.q_stages, problem.parts + 1 + dropout + segments),
+        # Q, lse, row keys and segments; behind these what has them before rows are zeroed
+        "q_full": barriers(ways * config.q_stages, problem.parts + 1 + dropout + segments),
         "q_empty": barriers(config.q_stages),
-        "do_full": barriers(config.do_stages, problem.parts + 1),  # dO and delta
+        "do_full": barriers(ways * config.do_stages, problem.parts + 1),  # dO and delta
         "do_empty": barriers(config.do_stages),
         "row_keys_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if dropout else None,
         "q_segments_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if segments else None,
@@ -88,9 +89,6 @@ def scratch_tree(
         "dq_acc": ops.accumulator_scratch(config.consumers, (ROWS, shares[0])),
         "dq_rest_acc": ops.accumulator_scratch(GROUPS, (ROWS, shares[1])) if is_unequal else None,
     }
-    if problem.can_have_empty_rows:  # Q and dO, before such rows are zeroed
-        for x, count in (("q", config.q_stages), ("do", config.do_stages)):
-            tree[f"{x}_raw"] = barriers(count, tree[f"{x}_full"].num_arrivals)
     if not config.adds_registers:
         tree["dq_s"] = dq_buffer(1 if is_unequal or config.dq_warpgroup else GROUPS, shares[0])
         tree["dq_rest_s"] = dq_buffer(1, shares[1]) if is_unequal else None

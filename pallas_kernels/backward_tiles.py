@@ -33,7 +33,7 @@ Ref = Any
 ROWS = tiles.WARPGROUP_ROWS
 QUERY_BOUNDS = ("query_start", "query_end")  # of keys, where they are known at run time only
 KEY_SUMS = ("dbias_keys", "dslopes")  # gradients of terms that are sums over queries
-PUBLISHED_ROWS = 256  # of a bias's gradient, at a time: telling others takes time
+PUBLISHED_ROWS = 128  # of a bias's gradient, at a time: telling others takes time
 ALL_ROWS = np.iinfo(np.int32).max
 
 

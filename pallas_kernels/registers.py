@@ -538,7 +538,7 @@ def any_nonfinite(x: Array) -> Array:
 def zero_blank_rows(ref: Ref, lse: Ref, swizzle: int) -> None:
     """See :meth:`Ops.zero_blank_rows`. Of a row it is all the same where the swizzle puts what."""
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, memref, vector
+    from jaxlib.mlir.dialects import arith, memref, scf, vector
 
     rows, columns = ref.shape
     tile = 8, swizzle // ref.dtype.itemsize
@@ -560,10 +560,14 @@ def zero_blank_rows(ref: Ref, lse: Ref, swizzle: int) -> None:
         zeros = _splat(ir.VectorType.get((piece,), ir.MemRefType(ref.type).element_type), 0.0)
         row_tile, row = arith.divui(row, number(8)), arith.remui(row, number(8))
         with mgpu.utils.when(is_blank):
-            for first in range(0, columns, piece * threads):
-                column = arith.addi(arith.muli(own, number(piece)), number(first))
+            first = arith.muli(own, number(piece))
+            # A loop: the thread has few registers.
+            loop = scf.ForOp(first, number(columns), number(piece * threads))
+            with ir.InsertionPoint(loop.body):
+                column = loop.induction_variable
                 at = [arith.divui(column, number(tile[1])), arith.remui(column, number(tile[1]))]
                 vector.store(zeros, ref, [row_tile, at[0], row, at[1]])
+                scf.yield_([])
 
     emit(ref, lse)
 
