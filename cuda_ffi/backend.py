@@ -29,7 +29,8 @@ MAX_HEAD_DIM = 256
 _CHUNK = 16  # tokens, csrc/kv_view.cuh
 _LAYOUTS = {None: 0, "NHD": 1, "HND": 2}  # csrc/call.h; 2 more for pools of both
 _POOL_AXES = {"NHD": "psg", "HND": "pgs"}  # see partition.py
-_MAX_RANGES = 640  # more than any GPU runs at once of the kernels that cut items, see launch.cuh
+_DIMS = ((64, 64), (128, 128), (192, 128), (MAX_HEAD_DIM, MAX_HEAD_DIM))  # csrc/instances.h
+_MAX_RANGES = 640  # there are no more of small blocks, of 8 rows at most, see csrc/launch.cuh
 _TABLES_BATCH = 2048  # sequences whose chunk counts fit into shared memory beside the ring
 _STEADY_SPLITS = 8  # of each sequence and head, so that its bits do not depend on its neighbours
 
@@ -137,11 +138,11 @@ def _or_nothing(x: Array | None, dtype: Any = np.float32) -> Array | np.ndarray:
 
 
 def _workspace_size(spec: AttentionSpec) -> int:
-    """Floats for the parts of items that are cut: two a range of chunks."""
+    """Floats for the parts of items that are cut: two a range of chunks, rows of (acc, m, l)."""
     rows = min(spec.q_len * spec.num_q_heads // spec.num_kv_heads, 16)
     ranges = _MAX_RANGES if rows <= 8 else _MAX_RANGES // 2
-    widest = next(dim for dim in (64, 128, MAX_HEAD_DIM) if dim >= spec.value_dim)
-    return 2 * ranges * rows * (widest + 4)
+    of_class = next(dv for d, dv in _DIMS if spec.head_dim <= d and spec.value_dim <= dv)
+    return 2 * ranges * rows * (of_class + 4)
 
 
 def append_reason(*arrays: Array, device: Device) -> str | None:

@@ -124,8 +124,8 @@ class Mask:
         if self.is_causal:
             end = xp.minimum(position + np.int32(1), xp.int32(end))
         if self.window is not None:
-            # A position is at least -2**29 and less than 2**30: with sides up to 2**30, farther
-            # than any key is, int32 cannot overflow.
+            # A position is at least -2**29 and less than 2**30 (a cache's once its lengths are
+            # clipped): with sides up to 2**30, farther than any key is, int32 cannot overflow.
             left, right = (np.int32(min(side, 2 * MAX_OFFSET)) for side in self.window)
             start = xp.maximum(position - left, np.int32(start))
             end = xp.minimum(position + (right + np.int32(1)), end)

@@ -63,7 +63,8 @@ class Operands:
         query: ``[B, Tq, Hq, D]``.
         key: ``[B, Tk, Hk, D]``, or the pool ``[P, Hk, S, D]`` / ``[P, S, Hk, D]`` of a paged call.
         value: ``[B, Tk, Hk, Dv]``, or the pool of a paged call.
-        mask: visibility; its lengths are those of the sequences also in a paged call.
+        mask: visibility; its lengths are those of the sequences also in a paged call. Of a cache
+            they are as the caller gave them: what is not in [0, capacity] an implementation clips.
         bias: ``[B|1, Hq|1, Tq|1, Tk|1]``, added to the scaled logits.
         alibi_slopes: fp32 ``[B|1, Hq]``.
         sinks: fp32 ``[B|1, Hq]``, one more logit in the softmax's denominator.

@@ -33,8 +33,9 @@ Queries that need no mask come without a test. In the rest scores and dS' are re
 is hidden, and K_j is cleaned of NaN and inf once, because dQ multiplies it by zeros. Where lengths
 are known at run time only, what is compared are the first and last query of each key, which come to
 shared memory with K_j. Rows with lse = +inf have P' = 0: that is how the launcher marks rows that
-see nothing, or see NaN. Such rows of Q and dO may hold anything: if there are any, the producer
-zeroes them in each tile before it hands it over, which costs consumers nothing.
+see nothing, or see NaN. Where the mask or a bias can leave rows without keys, such rows of Q and dO
+may hold anything: if there are any, the producer zeroes them in each tile before it hands it over,
+which costs consumers nothing.
 
 Terms (:mod:`pallas_kernels.terms`) are compile-time options. What the logits of a query have in
 common goes into lse, outside, unless a soft cap stands between. With a soft cap c tanh(x / c), dS'

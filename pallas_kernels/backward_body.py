@@ -22,7 +22,7 @@ from pallas_kernels.backward_config import (
     dq_shares,
     transposes_bias,
 )
-from pallas_kernels.backward_scratch import query_swizzles
+from pallas_kernels.backward_scratch import query_swizzles, row_vectors
 from pallas_kernels.backward_tiles import (
     ALL_ROWS,
     ROWS,
@@ -85,7 +85,9 @@ class Kernel(Tiles):
         self.config = config
         self.bias_stages = config.bias_stages if "bias_s" in refs else 0
         self.transposes_bias = transposes_bias(problem, config)
-        self.stages = {"q": config.q_stages, "do": config.do_stages}
+        # Barriers of tiles that have come, of which rows may have to be zeroed: the array in which
+        # they are, and how many of tiles that are ready come before them.
+        self.raw = {"q_raw": ("q_full", config.q_stages), "do_raw": ("do_full", config.do_stages)}
         self.has_blank: Any = 0  # or 1: whether queries have no gradient, as the producer finds
         self.shares = dq_shares(problem, config)
         self.group = problem.num_q_heads // problem.num_kv_heads
@@ -133,9 +135,10 @@ class Kernel(Tiles):
         plgpu.barrier_arrive(self.refs[name].at[slot])
 
     def wait(self, name: str, slot: Any = 0) -> None:
-        """Waits for a barrier, of the producer's ``q_raw`` and ``do_raw`` for one behind others."""
-        if name.endswith("_raw"):
-            name, slot = name.replace("raw", "full"), slot + self.stages[name.removesuffix("_raw")]
+        """Waits for a barrier."""
+        if name in self.raw:
+            name, ready = self.raw[name]
+            slot = slot + ready
         plgpu.barrier_wait(self.refs[name].at[slot])
 
     def for_each_tile(self, process: Callable[[Tile, Any, Any], Any]) -> tuple[Any, Any]:
@@ -183,10 +186,7 @@ class Kernel(Tiles):
         """Loads what one key tile needs; returns the steps made."""
         refs, config = self.refs, self.config
         batch, kv_head = self.batch_and_head(tile)
-        of_rows = {
-            "q": [x for x in ("lse", "row_keys", "q_segments") if f"{x}_s" in refs],
-            "do": ["delta"],
-        }
+        of_rows = row_vectors(self.problem)
 
         def load(x: str, slot: Any, at: tuple[Any, ...], row: Any) -> None:
             """A tile of Q or dO, and vectors with an entry for each of its rows."""
@@ -194,14 +194,15 @@ class Kernel(Tiles):
             self.wait(f"{x}_empty", slot)
             span = pl.ds(row, config.block_q)
             # Where rows have to be zeroed consumers must not see that the copies are there.
-            full = refs[f"{x}_full"].at[slot + self.has_blank * self.stages[x]]
+            name, ready = self.raw[f"{x}_raw"]
+            full = refs[name].at[slot + self.has_blank * ready]
             self.ops.copy_operand(refs[x], (batch, span, head), refs[f"{x}_s"].at[slot], full)
             for name in of_rows[x]:
                 at = () if name == "q_segments" else (head,)
                 source = self.of_batch(name, batch).at[*at, span]
                 plgpu.copy_gmem_to_smem(source, refs[f"{name}_s"].at[slot], full)
 
-        def clean(q_slot: Any, do_slot: Any) -> None:
+        def zero_and_hand_over(q_slot: Any, do_slot: Any) -> None:
             """Zeroes rows of Q and dO that have no gradient, which may hold anything."""
             slots = {"q": q_slot, "do": do_slot}
             for x, slot in slots.items():
@@ -256,7 +257,7 @@ class Kernel(Tiles):
             load("q", slots[0], at, row)
             load("do", slots[1], at, row)
             if "has_blank" in refs:
-                pl.when(self.has_blank > 0)(lambda: clean(*slots))
+                pl.when(self.has_blank > 0)(lambda: zero_and_hand_over(*slots))
             if config.parts > 1:
                 load_bias(turn, at, row)
             return seen

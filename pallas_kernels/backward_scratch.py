@@ -28,6 +28,16 @@ def query_swizzles(problem: Problem, config: BackwardConfig) -> dict[str, int]:
     return {x: min(widest[x], tiles.swizzle_bytes(dims[x], jnp.bfloat16)) for x in dims}
 
 
+def row_vectors(problem: Problem) -> dict[str, tuple[str, ...]]:
+    """Names of what comes with a tile of Q or dO and has a number for each of its rows."""
+    of_q = ["lse"]
+    if problem.dropout_rate > 0.0:
+        of_q.append("row_keys")
+    if problem.parts == 1 and problem.mask.kv_segments is not None:
+        of_q.append("q_segments")
+    return {"q": tuple(of_q), "do": ("delta",)}
+
+
 def scratch_tree(
     problem: Problem, config: BackwardConfig, ops: Ops, extra: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -54,18 +64,13 @@ def scratch_tree(
     def barriers(count: int = 1, arrivals: int = GROUPS) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
-    dropout = problem.dropout_rate > 0.0
     # The parts of fp32 leave no room for what masks compare.
     of_keys = key_vectors(problem) if problem.parts == 1 else ()
-    segments = int("kv_segments" in of_keys)
-    ways = 2 if problem.can_have_empty_rows else 1
     tree = {
         "k_s": buffer(kv_stages, block_kv, d),
         "v_s": None if config.dq_warpgroup else value_buffer(kv_stages, block_kv, dv),
         "q_s": buffer(config.q_stages, block_q, d),
         "do_s": value_buffer(config.do_stages, block_q, dv),
-        "lse_s": plgpu.SMEM((config.q_stages, block_q), jnp.float32),
-        "delta_s": plgpu.SMEM((config.do_stages, block_q), jnp.float32),
         "ds_s": buffer(stages, block_q // ROWS, block_kv, ROWS),
         "of_keys_s": plgpu.SMEM((kv_stages, len(of_keys), block_kv), jnp.int32)
         if of_keys
@@ -73,13 +78,6 @@ def scratch_tree(
         "k_full": barriers(kv_stages, problem.parts + len(of_keys)),
         "v_full": barriers(kv_stages, problem.parts),
         "kv_empty": barriers(kv_stages),
-        # Q, lse, row keys and segments; behind these what has them before rows are zeroed
-        "q_full": barriers(ways * config.q_stages, problem.parts + 1 + dropout + segments),
-        "q_empty": barriers(config.q_stages),
-        "do_full": barriers(ways * config.do_stages, problem.parts + 1),  # dO and delta
-        "do_empty": barriers(config.do_stages),
-        "row_keys_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if dropout else None,
-        "q_segments_s": plgpu.SMEM((config.q_stages, block_q), jnp.int32) if segments else None,
         "sums_s": plgpu.SMEM((GROUPS, key_sums, ROWS), jnp.float32) if key_sums else None,
         "meeting": None if ops.interpret is None else plgpu.Barrier(num_arrivals=GROUPS),
         "s_acc": ops.accumulator_scratch(GROUPS * config.parts, scores),
@@ -89,6 +87,15 @@ def scratch_tree(
         "dq_acc": ops.accumulator_scratch(config.consumers, (ROWS, shares[0])),
         "dq_rest_acc": ops.accumulator_scratch(GROUPS, (ROWS, shares[1])) if is_unequal else None,
     }
+    # Where rows may have to be zeroed tiles have barriers twice: ready, and behind these come.
+    ways = 2 if problem.can_have_empty_rows else 1
+    rings = {"q": config.q_stages, "do": config.do_stages}
+    for x, names in row_vectors(problem).items():
+        tree[f"{x}_full"] = barriers(ways * rings[x], problem.parts + len(names))
+        tree[f"{x}_empty"] = barriers(rings[x])
+        for name in names:
+            number = jnp.float32 if name in ("lse", "delta") else jnp.int32
+            tree[f"{name}_s"] = plgpu.SMEM((rings[x], block_q), number)
     if not config.adds_registers:
         tree["dq_s"] = dq_buffer(1 if is_unequal or config.dq_warpgroup else GROUPS, shares[0])
         tree["dq_rest_s"] = dq_buffer(1, shares[1]) if is_unequal else None

@@ -64,3 +64,9 @@ COMMON_CASES = {
         {"is_causal": True, "q_offset": i32(-30, 50)},
     ),
 }
+
+_IDS = np.repeat(i32(1, 0, 2), 50)[None], np.repeat(i32(1, 2, 3), 50)[None]
+SEGMENTS = (  # the keywords of both; queries of segment 0 see no key
+    dict(zip(("query_segment_ids", "key_value_segment_ids"), _IDS, strict=True)),
+    dict(zip(("q_segments", "kv_segments"), _IDS, strict=True)),
+)

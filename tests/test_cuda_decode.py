@@ -288,7 +288,11 @@ def test_it_says_what_it_cannot_do():
     ],
 )
 def test_many_sequences(batch, longest, heads, q_len):
-    """Lengths are counted in shared memory, of which 16 rows of queries leave the least."""
+    """Lengths are counted in shared memory, of which 16 rows of queries leave the least.
+
+    With fewer rows ranges are of small blocks, where four items fall on each multiprocessor.
+    """
+    assert 4 * jax.devices()[0].core_count <= batch * heads[1]
     lens = np.random.default_rng(0).integers(0, longest, batch)
     query, key, value, lens = cache(lens.tolist(), heads, (128, 128), q_len, "bfloat16")
     pools, tables = into_pages([key, value], lens, 16, "NHD")

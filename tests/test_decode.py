@@ -175,18 +175,26 @@ def test_bits_depend_on_the_tokens_and_not_on_where_they_lie(implementation):
     assert bits(got) == results[0]
 
 
+@pytest.mark.parametrize("is_paged", [True, False], ids=["paged", "contiguous"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_lengths_beyond_the_table_are_clipped_when_traced(implementation):
+def test_lengths_that_the_cache_does_not_have_are_clipped_when_traced(implementation, is_paged):
     query, key, value, lens = cache([80, 16, 0, 20], (8, 2), (64, 64), 2, "bfloat16")
-    pools, tables = into_pages([key, value], lens, 16, "HND", spare_columns=0)
-    results = []
-    static = {"page_layout": "HND"}
-    if run(paged_attention, implementation, (query, *pools, tables, lens), static) is None:
+    attend, arrays, static = decode_attention, (query, key, value), {}
+    if is_paged:
+        pools, tables = into_pages([key, value], lens, 16, "HND", spare_columns=0)
+        attend, arrays, static = paged_attention, (query, *pools, tables), {"page_layout": "HND"}
+    terms = {"local_window_size": (70, 0), "alibi_slopes": np.linspace(0.1, 0.8, 8, dtype="f4")}
+    if run(attend, implementation, (*arrays, lens), static | terms) is None:
         return
-    for first in (80, 81, 10**6):
-        call = program(paged_attention, implementation, tuple(static.items()))
-        results.append(bits(call(query, *pools, tables, np.int32([first, 16, 0, 20]))))
-    assert results == results[:1] * 3
+    for term in ({}, terms):
+        slopes = {name: x for name, x in term.items() if name == "alibi_slopes"}
+        settings = static | {name: x for name, x in term.items() if name not in slopes}
+        call = program(attend, implementation, tuple(settings.items()))
+        results = [
+            bits(call(*arrays, np.int32([first, 16, last, 20]), **slopes))
+            for first, last in ((80, 0), (81, -1), (2**31 - 1, -(2**31)))
+        ]
+        assert results == results[:1] * 3
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

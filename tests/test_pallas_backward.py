@@ -27,6 +27,7 @@ from tests.kernel_cases import (
     FP32_TOLERANCE,
     HOPPER,
     ON_GPU,
+    SEGMENTS,
     WITH_RACES,
     i32,
     mostly_on_gpu,
@@ -92,11 +93,6 @@ def check(got, want, tolerance=4e-3):
         assert np.linalg.norm(x - want[name]) <= tolerance * max(scale, 1e-30), name
 
 
-IDS = np.repeat(i32(1, 0, 2), 50)[None], np.repeat(i32(1, 2, 3), 50)[None]
-SEGMENTS = (
-    dict(zip(("query_segment_ids", "key_value_segment_ids"), IDS, strict=True)),
-    dict(zip(("q_segments", "kv_segments"), IDS, strict=True)),
-)
 CASES = COMMON_CASES | {
     "D64/128": ((1, 70, 140, 1, 1, 64, 128), {}, {}),
     "grouped heads": ((1, 130, 200, 4, 2, 128), {"is_causal": True, "q_offset": 70}, None),
@@ -290,7 +286,9 @@ def test_empty_queries_may_be_nan(interpreted):
         (80, "float16", {}),
         (64, "bfloat16", {"block_q": 128, "parts": 2, "take_turns": False}),
         (192, "bfloat16", {"own_gradients": True}),
+        (256, "bfloat16", None),
         (64, "float32", None),
+        (128, "float32", None),
     ],
 )
 def test_queries_without_gradient_may_be_nan(d, dtype, options, interpreted):
@@ -349,8 +347,8 @@ def test_transforms_launch_the_kernel(interpreted):
 
 BOTH = ["q_full", "do_full", "ds_full", "ds_empty"]
 WAITS = {
-    "own keys": [*BOTH, "q_empty", "do_empty", "k_full"],
-    "own gradients": [*BOTH, "q_raw", "do_raw", "p_full", "p_empty", "v_full"],
+    "own keys": [*BOTH, "q_empty", "do_empty", "k_full", "q_raw", "do_raw"],
+    "own gradients": [*BOTH, "p_full", "p_empty", "v_full", "q_raw", "do_raw"],
 }
 MUTATIONS = [(layout, name) for layout, names in WAITS.items() for name in [*names, "meeting"]]
 
@@ -426,7 +424,7 @@ def run_without(layout, barrier):
     backends.device_of = lambda *_: HOPPER
     q, k, v = qkv(1, 192, 256, 1, 1, 128)
     do, dlse = cotangents(q, v)
-    mask = {"is_causal": True, "q_offset": -70} if own_gradients else {}  # cleans keys and queries
+    mask = {"is_causal": True, "q_offset": -70}  # cleans keys and queries
     want = oracle64.attention_grads(q, k, v, do=do, dlse=dlse, **mask)
     check(run(q, k, v, do, dlse, **mask), want)
 
@@ -451,32 +449,25 @@ def test_dims_are_padded_to_what_has_tiles(dims, padded):
     assert not {80, 96} & {*kernel_config.padded_dims(*dims, is_split=True)}
 
 
-def test_own_gradients_want_halves(interpreted):
-    interpreted(config=kernel_config.BackwardConfig(own_gradients=True))
-    q, k, v = qkv(1, 64, 64, 1, 1, 96)
-    with pytest.raises(ValueError, match="head_dim=96: own gradients want halves"):
-        run(q, k, v, *cotangents(q, v))
+OF_FP32 = {"dq_warpgroup": {"keys_in_registers": True, "consumer_registers": 208}}
+OF_FP32 |= {"hands_over_in_ds": {"ds_buffers": 1}}
 
 
 @pytest.mark.parametrize(
-    ("option", "others"),
+    ("options", "d", "dtype", "message"),
     [
-        ("dq_warpgroup", {"keys_in_registers": True, "consumer_registers": 208}),
-        ("hands_over_in_ds", {"ds_buffers": 1}),
+        ({}, 96, "bfloat16", "head_dim=96: own gradients want halves"),
+        ({"adds_registers": True}, 64, "float32", "adds_registers: not of fp32"),
+        *(
+            ({name: True, **others}, 64, "bfloat16", f"{name}: of fp32, not bfloat16")
+            for name, others in OF_FP32.items()
+        ),
     ],
 )
-def test_some_options_are_of_fp32(option, others, interpreted):
-    options = {"own_gradients": True, option: True, **others}
-    interpreted(config=kernel_config.BackwardConfig(**options))
-    q, k, v = qkv(1, 64, 64, 1, 1, 64)
-    with pytest.raises(ValueError, match=f"{option}: of fp32, not bfloat16"):
-        run(q, k, v, *cotangents(q, v))
-
-
-def test_additions_from_registers_are_of_16_bits(interpreted):
-    interpreted(config=kernel_config.BackwardConfig(own_gradients=True, adds_registers=True))
-    q, k, v = qkv(1, 64, 64, 1, 1, 64, dtype="float32")
-    with pytest.raises(ValueError, match="adds_registers: not of fp32"):
+def test_what_own_gradients_cannot_do_is_refused(options, d, dtype, message, interpreted):
+    interpreted(config=kernel_config.BackwardConfig(own_gradients=True, **options))
+    q, k, v = qkv(1, 64, 64, 1, 1, d, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
         run(q, k, v, *cotangents(q, v))
 
 

@@ -18,7 +18,16 @@ from pallas_kernels import backend, backward
 from pallas_kernels import backward_config as kernel_config
 from pallas_kernels.config import Problem
 from tests import oracle64
-from tests.kernel_cases import FP32_TOLERANCE, ON_GPU, WITH_RACES, i32, mostly_on_gpu, qkv, rand
+from tests.kernel_cases import (
+    FP32_TOLERANCE,
+    ON_GPU,
+    SEGMENTS,
+    WITH_RACES,
+    i32,
+    mostly_on_gpu,
+    qkv,
+    rand,
+)
 from tests.tolerance import fast_jit
 
 SLOPES = np.float32([0.2, -0.1])
@@ -239,6 +248,7 @@ def keep_of(key, rate, batch, num_heads, tq, tk):
     return np.asarray(dropout_keep(dropout_seeds(key, batch), *counts, rate))
 
 
+SOFT_CAP = {"logits_soft_cap": 3.0}, {"soft_cap": 3.0}
 DROPOUTS = {
     "own keys": ((2, 70, 130, 2, 1, 128), {}, {}),
     "own gradients, causal": ((1, 130, 130, 1, 1, 192), {"is_causal": True}, {"is_causal": True}),
@@ -247,11 +257,8 @@ DROPOUTS = {
         {"logits_soft_cap": 3.0, "mask": mask_of(1, 2, 70, 130)},
         {"soft_cap": 3.0, "mask": mask_of(1, 2, 70, 130)},
     ),
-    "soft cap, own gradients": (
-        (1, 70, 70, 1, 1, 256),
-        {"logits_soft_cap": 3.0},
-        {"soft_cap": 3.0},
-    ),
+    "soft cap, own gradients": ((1, 70, 70, 1, 1, 256), *SOFT_CAP),
+    "segments": ((1, 150, 150, 1, 1, 64), *SEGMENTS),
 }
 
 
@@ -266,6 +273,8 @@ def test_dropout_draws_the_same_mask(name):
     want = oracle64.attention_grads(
         q, k, v, do=do, dlse=dlse, keep=keep, dropout_rate=rate, **terms
     )
+    if name == "segments":  # queries that see no key
+        q[terms["q_segments"] == 0], do[terms["q_segments"] == 0] = np.nan, np.inf
     check(run(q, k, v, do, dlse, dropout_rng=key, dropout_rate=rate, **keywords), want)
 
 

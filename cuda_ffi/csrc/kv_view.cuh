@@ -11,8 +11,6 @@ JF_DEVICE int clipped(const DecodeParams& p, int length) {
   return min(max(length, 0), p.capacity);
 }
 
-JF_DEVICE int length_of(const DecodeParams& p, int b) { return clipped(p, p.kv_lens[b]); }
-
 JF_DEVICE int page_of(const DecodeParams& p, int token) { return p.by_page.quotient(token); }
 
 // Tokens [begin, end) of the cache, visible to one or to any new token of a sequence.

@@ -88,23 +88,23 @@ Status launch_balanced(const DecodeParams& p, Grid grid, int max_chunks,
   JF_RETURN_IF_FAILED(make_maps<C>(p, &key_map, &value_map));
   grid.parts = 1;
   const int smem = C::smem_bytes(p, grid.rows, 1);
-  int blocks;
-  JF_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<C>, C::kThreads,
+  int resident;
+  JF_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, decode_kernel<C>, C::kThreads,
                                                          smem));
-  if (blocks == 0) return {"decode", "the batch's tables do not fit into shared memory"};
-  blocks = std::max(1, blocks * device.multiprocessors / grid.row_tiles);  // of one row tile
+  if (resident == 0) return {"decode", "the batch's tables do not fit into shared memory"};
+  const int items = p.batch * p.kv_heads;
+  const int64_t at_once = (int64_t)resident * device.multiprocessors / grid.row_tiles;
+  const int64_t useful = ((int64_t)items * max_chunks + C::kWarps - 1) / C::kWarps;
+  const int64_t room = p.num_partials / ((int64_t)2 * grid.row_tiles * grid.rows * C::kPitch);
+  int blocks = (int)std::max<int64_t>(1, std::min<int64_t>({at_once, useful, room}));
   // Cuts at the ends of items are free: equal lengths have no others if one number is a multiple of
   // the other.
-  const int items = p.batch * p.kv_heads;
   for (int fewer = blocks; fewer >= blocks * 9 / 10 && fewer > 0; --fewer) {
     if (fewer % items == 0 || items % fewer == 0) {
       blocks = fewer;
       break;
     }
   }
-  const int64_t useful = ((int64_t)items * max_chunks + C::kWarps - 1) / C::kWarps;
-  const int64_t room = p.num_partials / ((int64_t)2 * grid.row_tiles * grid.rows * C::kPitch);
-  blocks = (int)std::max<int64_t>(1, std::min<int64_t>({blocks, useful, room}));
   decode_kernel<C><<<dim3(grid.row_tiles, blocks), C::kThreads, smem, stream>>>(p, grid, key_map,
                                                                               value_map);
   JF_CHECK(cudaGetLastError());
