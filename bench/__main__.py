@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aot, everything, figures, profile, record, report, run, tune
+from bench import aot, everything, figures, profile, record, report, run, sanitize, tune
 
 # Each module offers add_arguments(parser) and run(arguments) -> exit status.
 COMMANDS = {
@@ -17,6 +17,7 @@ COMMANDS = {
     "aot": aot,
     "tune": tune,
     "record": record,
+    "sanitize": sanitize,
 }
 
 
