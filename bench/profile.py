@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Profiles; 0 if every kernel was counted, 1 if some were not, 2 if nothing ran."""
-    ncu = str(arguments.ncu) if arguments.ncu else find_ncu()
+    ncu = str(arguments.ncu) if arguments.ncu else find_tool("ncu", _PLACES)
     if ncu is None or shutil.which(ncu) is None:
         print(
             f"python -m bench profile needs Nsight Compute: {ncu or 'ncu'} is neither on the path "
@@ -120,11 +120,11 @@ def run(arguments: argparse.Namespace) -> int:
     return int(bool(missing))
 
 
-def find_ncu() -> str | None:
-    """Nsight Compute on the path or where its packages put it, the newest first."""
-    if shutil.which("ncu"):
-        return "ncu"
-    return next((path for place in _PLACES for path in sorted(glob.glob(place))[::-1]), None)
+def find_tool(name: str, places: Sequence[str]) -> str | None:
+    """A tool of NVIDIA's on the path or where its packages put it, the newest first."""
+    if shutil.which(name):
+        return name
+    return next((path for place in places for path in sorted(glob.glob(place))[::-1]), None)
 
 
 def expected_kernels() -> set[str]:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import glob
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.profile import find_tool
 from bench.provenance import ROOT
 
 TOOLS = ("memcheck", "racecheck")
@@ -46,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints each tool's summary; 0 if none found anything, 1 if one did, 2 if nothing ran."""
-    places = [path for place in _PLACES for path in sorted(glob.glob(place))]
-    sanitizer = shutil.which("compute-sanitizer") or next(reversed(places), None)
+    sanitizer = find_tool("compute-sanitizer", _PLACES)
     if sanitizer is None:
         print(
             f"python -m bench sanitize needs compute-sanitizer, which is neither on the path nor "

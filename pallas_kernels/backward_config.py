@@ -211,7 +211,7 @@ def default_config(problem: Problem) -> BackwardConfig:
         return BackwardConfig(
             own_gradients=True,
             split_edges=split_edges,
-            spill_bytes=16 + spill_bytes,  # 8, 12 with segments
+            spill_bytes=12 + spill_bytes,  # 8, with segments all
         )
     # Where every query sees all keys, adding from registers is faster; elsewhere it is slower.
     adds_registers = problem.mask.is_trivial

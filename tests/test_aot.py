@@ -29,7 +29,7 @@ HEAVY_TERMS = ("soft cap, dropout, sinks", "bias")
 def is_compiled_here(name):
     """Heavy terms, and all; the usual mask without grouped heads, with them some heavy masks.
 
-    Not fp16, which is bf16 to ptxas, and of unequal head dims those that models have.
+    Not fp16, which spills what bf16 does, and of unequal head dims those that models have.
     """
     problem, _, terms = name.partition(", ")
     dims = re.search(r" D(\d+)/(\d+) ", problem)

@@ -128,7 +128,7 @@ def ran(*arguments):
 
 
 def test_without_nsight_compute_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(profile, "find_ncu", lambda: None)
+    monkeypatch.setattr(profile, "find_tool", lambda *_: None)
     assert ran() == 2
     assert "needs Nsight Compute" in capsys.readouterr().err
     assert ran("--ncu", "/nowhere/ncu") == 2

@@ -449,8 +449,10 @@ def test_dims_are_padded_to_what_has_tiles(dims, padded):
     assert not {80, 96} & {*kernel_config.padded_dims(*dims, is_split=True)}
 
 
-OF_FP32 = {"dq_warpgroup": {"keys_in_registers": True, "consumer_registers": 208}}
-OF_FP32 |= {"hands_over_in_ds": {"ds_buffers": 1}}
+FP32_OPTIONS = {  # each with what else it wants
+    "dq_warpgroup": {"keys_in_registers": True, "consumer_registers": 208},
+    "hands_over_in_ds": {"ds_buffers": 1},
+}
 
 
 @pytest.mark.parametrize(
@@ -460,7 +462,7 @@ OF_FP32 |= {"hands_over_in_ds": {"ds_buffers": 1}}
         ({"adds_registers": True}, 64, "float32", "adds_registers: not of fp32"),
         *(
             ({name: True, **others}, 64, "bfloat16", f"{name}: of fp32, not bfloat16")
-            for name, others in OF_FP32.items()
+            for name, others in FP32_OPTIONS.items()
         ),
     ],
 )
